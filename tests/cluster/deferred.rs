@@ -8,7 +8,7 @@ use rapidraid::id::{Epoch, SaveId, ShardId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::wire::calls::{
-    AbortSave, BeginSaveAnswer, CommitSave, CompareAndSetKey, CompleteShard, GetKey, PutMark,
+    AbortSave, BeginSaveAnswer, CommitSave, CompareAndSetKey, CompleteShard, PutMark,
 };
 
 use world::raw::{Voice, block_call, empty_root};
@@ -238,10 +238,7 @@ async fn a_move_that_was_interrupted_is_completed() {
         node.ask(&world.node_address(0), &create).await.unwrap();
         if has_removed_state {
             let key = shard_state_key(ShardId::new(begun.save, 0));
-            let found = node.ask(&world.node_address(0), &GetKey { key: key.clone() }).await;
-            let expected = found.unwrap().map(|(_, revision)| revision);
-            let remove = CompareAndSetKey { key, expected, value: None };
-            node.ask(&world.node_address(0), &remove).await.unwrap();
+            node.remove_key(&world.node_address(0), key).await;
         }
         assert_eq!(world.checkpoint(1).removing, [entry]);
         until_deferred(&world, 1, 1).await;

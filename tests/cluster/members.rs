@@ -9,7 +9,7 @@ use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::store::{MemoryDisk, MemoryKv};
-use rapidraid::wire::calls::{CompareAndSetKey, CompleteShard, GetKey, PlanChoice};
+use rapidraid::wire::calls::{CompleteShard, PlanChoice};
 
 use world::raw::empty_root;
 use world::{World, content, job, options, read_file, restore, save};
@@ -172,11 +172,7 @@ async fn a_node_that_an_open_save_does_not_use_can_be_removed() {
     assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
 
     // The gateway of a program that knows no ring of a save leaves none.
-    let key = save_ring_key(begun.save);
-    let found = node.ask(&world.node_address(0), &GetKey { key: key.clone() }).await.unwrap();
-    let expected = found.map(|(_, revision)| revision);
-    let remove = CompareAndSetKey { key, expected, value: None };
-    node.ask(&world.node_address(0), &remove).await.unwrap();
+    node.remove_key(&world.node_address(0), save_ring_key(begun.save)).await;
     let refused = client.remove_node(&name(&world, 6)).await.unwrap_err();
     assert!(refused.to_string().contains("job/1"), "its ring is not known: {refused}");
     voice.begin_as(&to, 1, begun.save, false).await.unwrap();

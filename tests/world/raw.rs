@@ -17,7 +17,8 @@ use rapidraid::net::{Connection, NetError, Peer, Role};
 use rapidraid::placement::ring;
 use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::calls::{
-    BeginSave, BeginSaveAnswer, BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer,
+    BeginSave, BeginSaveAnswer, BlockAdmitted, BlockTrailer, CompareAndSetKey, GetKey, PutBlock,
+    PutBlockAnswer,
 };
 use rapidraid::wire::{Call, MAX_FRAME_BYTES, NodeAddress, message_to_bytes, parse_answer};
 
@@ -69,6 +70,13 @@ impl Voice {
         let answer = answer.ok_or_else(|| net(NetError::Ended))?;
         let wire = |source| CallError::Wire { call: "raw", to: to.name.to_string(), source };
         Ok(parse_answer::<()>(&answer).map_err(wire)??)
+    }
+
+    /// Removes a key of the catalogue, as a node may.
+    pub async fn remove_key(&self, server: &NodeAddress, key: String) {
+        let found = self.ask(server, &GetKey { key: key.clone() }).await.unwrap();
+        let expected = found.map(|(_, revision)| revision);
+        self.ask(server, &CompareAndSetKey { key, expected, value: None }).await.unwrap();
     }
 
     pub async fn begin(&self, to: &NodeAddress, step: u64) -> Result<BeginSaveAnswer, CallError> {

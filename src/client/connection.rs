@@ -89,12 +89,13 @@ struct LeaseClient {
     runtime: Handle,
 }
 
-/// Returns the transport limits of a client. A restore reads up to four files from one node at
-/// once, with one window each. Together they fit into the connection's window.
+/// Returns the transport limits of a client. Each file that it reads from a node has a stream with a
+/// window of its own. A stripe waits for all of its streams, so those of several reads at once must
+/// fit into the connection's window.
 fn client_transport_limits(congestion: Congestion) -> TransportLimits {
     TransportLimits {
         stream_window_bytes: STREAM_WINDOW_BYTES as u32,
-        connection_window_bytes: 4 << 20,
+        connection_window_bytes: 16 << 20,
         send_window_bytes: 2 << 20,
         congestion,
         ..TransportLimits::default()

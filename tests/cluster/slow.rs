@@ -1,6 +1,8 @@
-//! Restores from slow nodes: other nodes are read instead, and a slow node is waited for if its
-//! data is needed (docs/semantics.md, 6).
+//! Restores from nodes with slow links: all nodes are read alike. If one of them is slower, other
+//! nodes are read instead, and a slow node is waited for if its data is needed (docs/semantics.md,
+//! 6).
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -17,6 +19,8 @@ use world::{World, content, job, options, quiet, read_file, restore, save};
 /// Time per 64 KiB at a trickling node. Each grain arrives before a reader would treat the node as
 /// silent.
 const TRICKLE: Duration = Duration::from_millis(900);
+/// Time in which a reader notices that a node trickles.
+const NOTICED: Duration = Duration::from_millis(1100);
 /// Time per 64 KiB at a healthy node.
 const HEALTHY: Duration = Duration::from_millis(55);
 
@@ -59,14 +63,33 @@ async fn timed(world: &World, client: &Client, len: usize) -> Duration {
     lasted
 }
 
+/// Returns the number of files that were read from each node.
+fn files_read(world: &World) -> BTreeMap<usize, usize> {
+    let asked = world.requests.of::<ReadFile>();
+    let files = |index: usize| {
+        let name = format!("node{index:02}");
+        (index, asked.iter().filter(|(_, to, _)| *to == name).count())
+    };
+    (1..world.machines.len()).map(files).collect()
+}
+
 /// Returns the node that was asked for the most files, after all files were read.
 fn busiest(world: &World) -> usize {
-    let asked = world.requests.of::<ReadFile>();
-    let files = |index: &usize| {
-        let name = format!("node{index:02}");
-        asked.iter().filter(|(_, to, _)| *to == name).count()
-    };
-    (1..world.machines.len()).max_by_key(files).unwrap()
+    files_read(world).into_iter().max_by_key(|(_, count)| *count).unwrap().0
+}
+
+#[tokio::test(start_paused = true)]
+async fn replicas_and_pieces_are_read_from_all_nodes_alike() {
+    for archived in [false, true] {
+        let (world, client, len) = saved(6, (6, 4), archived).await;
+        world.requests.listen();
+        timed(&world, &client, len).await;
+        let files = files_read(&world);
+        // Eight stripes have 32 blocks. Each node has 10 or 11 of their replicas, or eight of their 48
+        // pieces, and is asked for about five.
+        assert_eq!(files.values().sum::<usize>(), 32);
+        assert!(files.values().all(|count| (4..=7).contains(count)), "{archived}: {files:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -79,7 +102,8 @@ async fn one_source_of_eleven_that_trickles_is_passed_over() {
         world.slow(slow, TRICKLE);
         world.requests.listen();
         let lasted = timed(&world, &client, len).await;
-        assert!(lasted < 2 * healthy, "{lasted:?}, and {healthy:?} when all are well");
+        let limit = 2 * healthy + NOTICED;
+        assert!(lasted < limit, "{lasted:?}, and {healthy:?} when all are well");
         let asked = world.requests.of::<ReadFile>();
         let in_the_middle: Vec<_> = asked.iter().filter(|(_, _, read)| read.from > 0).collect();
         let slow = format!("node{slow:02}");
@@ -107,8 +131,8 @@ async fn when_all_that_is_left_is_slow_it_is_waited_for() {
             world.slow(index, TRICKLE);
         }
         let lasted = timed(&world, &client, len).await;
-        // Two stripes are read at the same time.
-        let needed = TRICKLE * in_a_row / 2;
+        // Four stripes are read at the same time.
+        let needed = TRICKLE * in_a_row / 4;
         assert!(lasted < needed + Duration::from_secs(10), "{lasted:?} of {needed:?}");
     }
 }

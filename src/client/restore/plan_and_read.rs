@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use futures_util::stream::{self, TryStreamExt};
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, Semaphore};
 
 use super::output::{
     CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, refuse_full_output,
@@ -24,8 +24,9 @@ use crate::pipeline::read::{ReadSession, Sink};
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 
-/// Number of stripes read at once. Each holds up to k streams.
-const STRIPES_AT_ONCE: usize = 2;
+/// Number of files of nodes that are read at once. A stripe counts for at most half of them, so that
+/// two stripes are read at once whatever k is.
+const FILES_AT_ONCE: u16 = 16;
 /// Maximum number of retries: of planning a stripe again after its sources failed, and of looking
 /// up a step again after its save was replaced.
 const MAX_LOOKS: u32 = 3;
@@ -296,18 +297,26 @@ impl Client {
 
     /// Reads a slice. If its sources fail, plans the stripe again: it may have been archived
     /// meanwhile, and the first plan may have left out sources that it did not need.
+    /// Takes from `free` the permits for the files while it reads them.
     async fn read_slice(
         &self,
         reading: &Arc<ReadSession>,
         part: &ShardSelection,
         OpenPart { sink, leaves }: OpenPart,
         mut planned: PlannedStripe,
+        free: &Semaphore,
     ) -> Result<(), ClientError> {
         let mut retries = SliceRetries { looks: 0, outage: reading.new_busy_retry() };
         loop {
             let PlannedStripe { slice, state, reader } = planned;
             let failed = match reader {
                 Some(reader) => {
+                    let files = match reader.needs_decoding() {
+                        true => part.root.k.into(),
+                        false => slice.blocks.len() as u16,
+                    };
+                    // The semaphore is never closed.
+                    let _turn = free.acquire_many(files.clamp(1, FILES_AT_ONCE / 2).into()).await;
                     let (grains, range) = (slice.grains.clone(), part.range.clone());
                     let read = reader.read_into_sink(&slice.blocks, grains, range, sink.clone());
                     match read.await {
@@ -382,8 +391,8 @@ impl Client {
         count: &Arc<dyn Fn(u64) + Send + Sync>,
         files: &mut TemporaryFiles<'a>,
     ) -> Result<(), ClientError> {
-        // All files are created before the first byte is read. Each is open only while it is written,
-        // because a step may have more files than a process can have open.
+        // All files are created before the first byte is read. At most FILES_AT_ONCE are
+        // open at a time, because a step may have more files than a process can have open.
         if let Some(request) = output.file_request() {
             for part in parts {
                 let created = request.out.create_new(&part.temporary);
@@ -400,9 +409,10 @@ impl Client {
             opened = Some((at, open.clone()));
             Ok((&parts[at], open, planned))
         });
+        let free = &Semaphore::new(FILES_AT_ONCE.into());
         stream::iter(work)
-            .try_for_each_concurrent(STRIPES_AT_ONCE, |(part, open, planned)| {
-                self.read_slice(reading, part, open, planned)
+            .try_for_each_concurrent(usize::from(FILES_AT_ONCE), |(part, open, planned)| {
+                self.read_slice(reading, part, open, planned, free)
             })
             .await
     }

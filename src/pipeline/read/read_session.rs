@@ -72,6 +72,23 @@ pub struct ReadSession {
     /// off its list after the file is gone. So the lists mislead while replicas are dropped. From
     /// then on, reads of such a stripe prefer pieces.
     pub(super) replicas_dropping: Mutex<BTreeSet<StripeId>>,
+    /// The number of files that the readers have open or are opening, by node.
+    open_files: Mutex<BTreeMap<NodeId, usize>>,
+}
+
+/// A file that a reader has open or is opening. Dropping it takes the file out of the count of its
+/// node.
+pub(super) struct CountedFile {
+    reading: Arc<ReadSession>,
+    node: NodeId,
+}
+
+impl Drop for CountedFile {
+    fn drop(&mut self) {
+        if let Some(count) = lock(&self.reading.open_files).get_mut(&self.node) {
+            *count = count.saturating_sub(1);
+        }
+    }
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -101,7 +118,19 @@ impl ReadSession {
             unreached: Mutex::default(),
             grain_wait_us: AtomicU64::new(0),
             replicas_dropping: Mutex::default(),
+            open_files: Mutex::default(),
         })
+    }
+
+    /// Counts a file of `node` as open until the result is dropped.
+    pub(super) fn count_file(self: &Arc<Self>, node: NodeId) -> CountedFile {
+        *lock(&self.open_files).entry(node).or_default() += 1;
+        CountedFile { reading: self.clone(), node }
+    }
+
+    /// Returns the number of files that the readers have open or are opening on a node.
+    pub(super) fn open_file_count(&self, node: NodeId) -> usize {
+        lock(&self.open_files).get(&node).copied().unwrap_or(0)
     }
 
     pub(super) fn new_cursor(&self, left: Range<u64>) -> ReadCursor {

@@ -11,6 +11,7 @@ use futures_util::stream::FuturesUnordered;
 
 use super::ReadError;
 use super::read_cursor::ReadCursor;
+use super::read_session::CountedFile;
 use super::source_selection::RemoteFile;
 use super::stripe_sources::{SourceFault, StripeSources};
 use crate::clock::{Elapsed, deadline};
@@ -47,6 +48,7 @@ pub(super) struct OpenFile {
     /// was opened, and is needed all the same.
     behind: Option<Duration>,
     open: Option<(Exchange, GrainVerifier)>,
+    _counted: Option<CountedFile>,
 }
 
 /// The reference that the grains of a file are verified against.
@@ -122,8 +124,11 @@ impl StripeSources {
         let is_patient = progress.deprioritized.contains(&holding.node);
         let behind = (!self.reading.directory.is_silent(holding.node)).then_some(Duration::ZERO);
         if len == 0 {
-            return Ok(OpenFile { holding, is_patient, behind, open: None });
+            return Ok(OpenFile { holding, is_patient, behind, open: None, _counted: None });
         }
+        // Counted before the first wait, so that a reader that chooses its source next takes this one
+        // into account.
+        let counted = Some(self.reading.count_file(holding.node));
         let stop = |reason: String, fault| RoundEnd::Source { holding, reason, fault };
         let to = self.reading.directory.address(holding.node);
         let to =
@@ -166,7 +171,13 @@ impl StripeSources {
             Ok(_) => self.fetch_fallback_verifier(holding, len, progress).await,
             Err(reason) => return Err(stop(reason, SourceFault::Corrupt)),
         };
-        Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })
+        Ok(OpenFile {
+            holding,
+            is_patient,
+            behind,
+            open: Some((exchange, proof)),
+            _counted: counted,
+        })
     }
 
     /// Asks the file's node for a part of the file. Returns the exchange, on which the bytes follow,

@@ -167,9 +167,7 @@ impl ReadRequest<'_> {
     /// Returns the replicas of each wanted block.
     fn replicas_by_block(&self, held: &HeldFiles) -> BTreeMap<u8, Vec<RemoteFile>> {
         let of = |&block: &u8| (block, replicas_of_block(self.info, block, held));
-        let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = self.blocks.iter().map(of).collect();
-        spread_first_holders(&mut replicas);
-        replicas
+        self.blocks.iter().map(of).collect()
     }
 
     /// Returns the pieces of the attempt in the stripe's state; `None` if the stripe is not
@@ -290,24 +288,8 @@ impl ReadRequest<'_> {
     }
 }
 
-/// For each block, moves to the front the holder that is first for the fewest blocks so far. Blocks
-/// are read at once, and two blocks from one node take twice as long. Only holders of files without
-/// known damage are moved to the front.
-fn spread_first_holders(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
-    let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
-    for holders in replicas.values_mut() {
-        let load = |holding: &RemoteFile| firsts.get(&holding.node).copied().unwrap_or(0);
-        let counting = holders.iter().enumerate().filter(|(_, holding)| holding.counts_as_copy);
-        let least = counting.min_by_key(|(at, holding)| (load(holding), *at));
-        if let Some((at, &RemoteFile { node, .. })) = least {
-            holders[..=at].rotate_right(1);
-            *firsts.entry(node).or_default() += 1;
-        }
-    }
-}
-
-/// Returns the replicas of a block, files without known damage first. The first holder depends on
-/// the stripe and the block, so that the load is spread.
+/// Returns the replicas of a block, files without known damage first. Their order depends on the
+/// stripe and the block. It decides between nodes of which equally many files are open.
 fn replicas_of_block(info: &StripeInfo, block: u8, held: &HeldFiles) -> Vec<RemoteFile> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
     let (file, expected) = (FileName::Replica { block }, (expected.len_bytes, expected.root));
@@ -400,32 +382,6 @@ mod tests {
     use crate::format::records::{BlockInfo, StripeFixed};
     use crate::format::samples;
     use crate::id::{Generation, StripeId};
-
-    #[test]
-    fn no_node_is_first_for_two_blocks() {
-        for code in table::all() {
-            let (n, k) = (code.n(), code.k());
-            let layout = Layout::new(n, k).unwrap();
-            let of = |block: usize| {
-                let holding = |node: usize| RemoteFile {
-                    node: NodeId(node as u64),
-                    file: FileName::Replica { block: block as u8 },
-                    root: None,
-                    counts_as_copy: true,
-                };
-                let mut holders: Vec<RemoteFile> = layout.holders(block).map(holding).collect();
-                holders.rotate_left(block % 2);
-                (block as u8, holders)
-            };
-            let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = (0..k).map(of).collect();
-            let before: Vec<usize> = replicas.values().map(Vec::len).collect();
-            spread_first_holders(&mut replicas);
-            let firsts: std::collections::BTreeSet<NodeId> =
-                replicas.values().map(|holders| holders[0].node).collect();
-            assert_eq!(firsts.len(), k, "({n},{k})");
-            assert!(replicas.values().map(Vec::len).eq(before), "no holder is left out");
-        }
-    }
 
     #[test]
     fn what_is_leaving_is_read_by_its_pieces_if_there_are_any() {

@@ -26,7 +26,7 @@ use super::read_session::ReadSession;
 use super::source_reader::{OpenFile, RoundEnd, try_join_reads};
 use super::source_selection::{CodedPieces, ReadRequest, RemoteFile, UnreadableStripe};
 use super::stripe_sources::{SourceFault, StripeSources};
-use crate::code::{Program, reconstruct};
+use crate::code::{Code, Program, reconstruct};
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::{Fingerprint, FingerprintKey};
 use crate::id::NodeId;
@@ -188,17 +188,20 @@ impl StripeReader {
 
     /// Returns the sources of a block that have the next grain good, the best first: sources on
     /// nodes that are not busy come first; among these, files without known damage; then files with
-    /// the fewest damaged grains.
+    /// the fewest damaged grains; then files on nodes of which this restore reads the fewest files,
+    /// because the files of one node share its link.
     fn ranked_replicas(&self, block: u8, progress: &ReadCursor) -> Vec<RemoteFile> {
         let sources = self.sources.found.replicas.get(&block).into_iter().flatten().copied();
         let is_good =
             |source: &RemoteFile| self.sources.has_good_grain(source, progress.left.start);
         let mut sources: Vec<RemoteFile> = sources.filter(is_good).collect();
-        sources.sort_by_key(|source| {
+        // Each key is computed once: the counts may change while other readers work.
+        sources.sort_by_cached_key(|source| {
             (
                 progress.busy == Some(source.node),
                 !source.counts_as_copy,
                 self.sources.damaged_grain_count(source),
+                self.sources.reading.open_file_count(source.node),
             )
         });
         sources
@@ -246,8 +249,9 @@ impl StripeReader {
         Ok(())
     }
 
-    /// Chooses pieces that have the next grain good. Returns a program that decodes `blocks` from
-    /// them, and the sources of these pieces; `None` if such pieces do not determine `blocks`.
+    /// Chooses pieces that have the next grain good, if possible on the nodes of which this restore
+    /// reads the fewest files. Returns a program that decodes `blocks` from them, and the sources of
+    /// these pieces; `None` if such pieces do not determine `blocks`.
     fn choose_pieces(
         &self,
         blocks: &[u8],
@@ -277,7 +281,11 @@ impl StripeReader {
         };
         let (mut chosen, mut others): (Vec<usize>, Vec<usize>) =
             sources.keys().copied().partition(is_ready);
-        let mut program = reconstruct(&coded.code, &chosen, &wanted);
+        let mut program =
+            reconstruct(&coded.code, &self.least_used(&coded.code, &chosen, &node), &wanted);
+        if program.is_err() {
+            program = reconstruct(&coded.code, &chosen, &wanted);
+        }
         // Add damaged, silent and busy sources only as far as they are needed. Deprioritized nodes
         // come last.
         others.sort_by_key(|piece| (is_passed(piece), is_busy(piece), !is_heard(piece)));
@@ -292,6 +300,23 @@ impl StripeReader {
         let program = program.ok()?;
         let sources = program.pieces().iter().map(|piece| sources[piece]).collect();
         Some((Arc::new(program), sources))
+    }
+
+    /// Returns the `k` of `pieces` on whose nodes the fewest files are open. Pieces of equally used
+    /// nodes come in their order, because the first ones are the cheapest to decode from. Returns all
+    /// pieces of a classical code, where most blocks are pieces themselves.
+    fn least_used(
+        &self,
+        code: &Code,
+        pieces: &[usize],
+        node: &dyn Fn(&usize) -> NodeId,
+    ) -> Vec<usize> {
+        let mut least = pieces.to_vec();
+        if matches!(code, Code::Chain(_)) {
+            least.sort_by_cached_key(|piece| self.sources.reading.open_file_count(node(piece)));
+            least.truncate(code.k());
+        }
+        least
     }
 
     async fn read_pieces_round(

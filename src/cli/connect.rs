@@ -23,8 +23,9 @@ use crate::wire::RemoteError;
 
 /// Maximum total time for the seeds to answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
-/// Maximum time for connections to close.
-const CLOSE_LIMIT: Duration = Duration::from_millis(200);
+/// Maximum time to tell the peers that the connections close. QUIC sends each peer one packet, which
+/// is not acknowledged. A peer that misses it closes the connection after its idle timeout.
+const CLOSE_LIMIT: Duration = Duration::from_millis(20);
 /// Maximum time for the state of the cluster and of retention. Calls about committed steps may take
 /// longer, and end by themselves.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -161,8 +162,7 @@ pub async fn client_beside(
     }
 }
 
-/// Closes a client. Dead nodes do not acknowledge the close, so the wait is limited to
-/// [`CLOSE_LIMIT`].
+/// Closes a client, within [`CLOSE_LIMIT`].
 pub async fn close(client: &Client) {
     let _ = deadline(&*SystemClock::new(), CLOSE_LIMIT, client.close()).await;
 }

@@ -60,12 +60,28 @@ pub struct NewCluster {
     pub cluster: ClusterId,
     /// The nodes of the cluster. The first one serves the catalogue.
     pub nodes: Vec<NewNode>,
+    /// The number of nodes that the smallest configured code needs.
+    pub nodes_needed: usize,
 }
 
 impl NewCluster {
     /// Returns the path of a node's configuration.
     pub fn node_config(&self, node: &PeerName) -> PathBuf {
         self.dir.join("nodes").join(node.as_str()).join(FILE_NAME)
+    }
+
+    /// Returns a remark if the cluster has too few nodes to save; an empty text if it has enough.
+    fn describe_shortage(&self) -> String {
+        let (nodes, needed) = (self.nodes.len(), self.nodes_needed);
+        if nodes >= needed {
+            return String::new();
+        }
+        format!(
+            "\nNothing can be saved yet: the smallest configured code needs {needed} nodes, and the cluster has {nodes}.\n\
+             Add nodes with `rapidraid cluster add-node`, or remove {} and make the cluster again with\n\
+             `--set code.list=4,2`, which needs 4 nodes.\n",
+            self.dir.display()
+        )
     }
 
     /// Returns the path of the client's configuration.
@@ -88,12 +104,14 @@ pub fn create(
 ) -> Result<NewCluster, CommandFailure> {
     check(nodes, set)?;
     check_free(dir)?;
-    let cluster = NewCluster {
+    let mut cluster = NewCluster {
         dir: dir.to_owned(),
         cluster: ClusterId(SystemEntropy.id()),
         nodes: nodes.to_vec(),
+        nodes_needed: 0,
     };
-    let texts = texts(&cluster, set)?;
+    let (texts, nodes_needed) = texts(&cluster, set)?;
+    cluster.nodes_needed = nodes_needed;
     write_all(dir, cluster.cluster, &texts)?;
     Ok(cluster)
 }
@@ -152,22 +170,25 @@ pub(super) struct Text {
 }
 
 /// Returns all configurations. Each is parsed here, so that an invalid one is refused before any
-/// file is written.
-fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, CommandFailure> {
+/// file is written. Also returns the number of nodes that the smallest configured code needs.
+fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<(Vec<Text>, usize), CommandFailure> {
     let nothing = BTreeMap::new();
     let refused = |error: ConfigError| connect::config_failure(&error);
     let mut texts = Vec::with_capacity(cluster.nodes.len() + 1);
+    let mut nodes_needed = 0;
     for (at, node) in cluster.nodes.iter().enumerate() {
         let (text, file) = (node_text(cluster, at, set), cluster.node_config(&node.name));
         let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
-        NodeConfig::parse(sources).map_err(refused)?;
+        let config = NodeConfig::parse(sources).map_err(refused)?;
+        // All nodes have the same codes.
+        nodes_needed = config.codes.iter().map(|code| code.n.into()).min().unwrap_or(0);
         texts.push(Text { role: Role::Node, name: node.name.clone(), file, text });
     }
     let (text, file) = (client_text(cluster, set), cluster.client_config());
     let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
     let client = ClientConfig::parse(sources).map_err(refused)?;
     texts.push(Text { role: Role::Client, name: client.membership.name, file, text });
-    Ok(texts)
+    Ok((texts, nodes_needed))
 }
 
 /// Writes a new authority and the folders of all members to `dir`, which is free. A failure leaves no
@@ -326,6 +347,7 @@ impl CommandOutput for NewCluster {
         let fields = json!({
             "dir": self.dir.display().to_string(), "cluster": self.cluster.to_string(), "nodes": nodes,
             "client_config": self.client_config().display().to_string(),
+            "nodes_needed": self.nodes_needed,
         });
         fields.as_object().cloned().unwrap_or_default()
     }
@@ -341,9 +363,10 @@ impl CommandOutput for NewCluster {
              1. Copy {dir}/nodes/NAME to the machine of each node, and there run\n   {}\n\
              2. Give {dir}/client to those who save and restore. They run\n   {}\n\
              3. Keep {dir}/ca to yourself, off the nodes: its key decides who is in the cluster.\n\n\
-             {first} serves the catalogue: its folder must survive.\n",
+             {first} serves the catalogue: its folder must survive.\n{}",
             step("rapidraid node --config NAME/rapidraid.toml"),
             step("rapidraid status --config client/rapidraid.toml"),
+            self.describe_shortage(),
         )
     }
 }
@@ -355,6 +378,18 @@ mod tests {
 
     fn nodes(words: &[&str]) -> Vec<NewNode> {
         words.iter().map(|word| word.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_cluster_that_is_too_small_to_save_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let four = nodes(&["a=h:1", "b=h:2", "c=h:3", "d=h:4"]);
+        let text = |name: &str, set: &[Setting]| {
+            create(&folder.path().join(name), &four, set).unwrap().text(Paint::PLAIN)
+        };
+        let code: Setting = "code.list=6,4 4,2".parse().unwrap();
+        assert!(text("default", &[]).contains("needs 6 nodes, and the cluster has 4"));
+        assert!(!text("smaller", &[code]).contains("needs"));
     }
 
     #[test]

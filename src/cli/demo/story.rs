@@ -326,8 +326,12 @@ mod tests {
     fn a_seed_decides_who_dies_and_the_catalogue_never_does() {
         let nodes =
             (1..=16).map(|at| format!("node-{at:02}=127.0.0.1:{}", 7000 + at).parse().unwrap());
-        let cluster =
-            NewCluster { dir: PathBuf::new(), cluster: ClusterId([0; 16]), nodes: nodes.collect() };
+        let cluster = NewCluster {
+            dir: PathBuf::new(),
+            cluster: ClusterId([0; 16]),
+            nodes: nodes.collect(),
+            nodes_needed: 6,
+        };
         let mut seen = std::collections::BTreeSet::new();
         for seed in 0..200 {
             let chosen = victims(&cluster, seed);

@@ -39,7 +39,7 @@ impl StagingDaemon {
         earlier: &[SaveId],
     ) -> Attempt {
         if self.with(|core| core.has_earlier_uncommitted(key)) {
-            return Attempt::Later("an earlier step of the launch is being saved".into());
+            return Attempt::AfterEarlierStep;
         }
         let now = self.clock.now();
         // An attempt after a failed one is not progress by itself.

@@ -3,6 +3,7 @@
 
 pub mod assemble;
 pub mod core;
+mod failure_warnings;
 mod fetch;
 pub mod folder;
 mod held_part;

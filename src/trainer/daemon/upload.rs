@@ -13,6 +13,7 @@ use super::assemble::{
     self, Assembled, Coverage, MAX_SHARD_STRIPES, cut, find_changed, shard_sources,
 };
 use super::core::{Phase, StepKey};
+use super::failure_warnings::FailureWarnings;
 use super::folder::FolderError;
 use super::records::{SaveState, StepRecord};
 use super::trace::{StagingPoint, trace_point};
@@ -27,7 +28,6 @@ use crate::trainer::protocol::{Failure, Sample};
 
 /// The first and the longest pause after a failed save.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
-
 /// Returns the name of data shard `number` of a launch's step.
 pub fn data_name(launch: LaunchId, number: usize) -> Result<ShardName, IdError> {
     format!("{DATA_SHARD}{launch}/{number}").parse()
@@ -65,6 +65,8 @@ pub(super) enum Attempt {
     DroppedElsewhere(Failure),
     /// A later attempt may succeed.
     Later(String),
+    /// An earlier step of the launch is to be saved first.
+    AfterEarlierStep,
     /// The save was refused as fenced, and perhaps the launch is over.
     Fenced(String),
 }
@@ -79,6 +81,7 @@ impl StagingDaemon {
     async fn save_until_over(self: &Arc<Self>, key: &StepKey) {
         let queue = self.queue_of(&key.job);
         let (mut pause, mut last_reason) = (PAUSES.0, String::new());
+        let mut warnings = FailureWarnings::default();
         loop {
             // Steps of a job are saved one at a time, in the order in which they became staged. A
             // failed attempt lets the next step have its turn.
@@ -115,7 +118,12 @@ impl StagingDaemon {
                         tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
                         last_reason.clone_from(&reason);
                     }
-                    self.with(|core| core.troubled(key, reason));
+                    let is_due = warnings.is_due(&reason, self.clock.now());
+                    self.with(|core| core.troubled(key, reason, is_due));
+                }
+                Attempt::AfterEarlierStep => {
+                    let reason = "an earlier step of the launch is being saved".to_owned();
+                    self.with(|core| core.troubled(key, reason, false));
                 }
             }
             drop(turn);

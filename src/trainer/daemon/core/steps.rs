@@ -545,10 +545,15 @@ impl Core {
         }
     }
 
-    /// Records that an attempt to save the step failed and will be retried.
-    pub fn troubled(&mut self, key: &StepKey, trouble: String) {
+    /// Records that an attempt to save the step failed and will be retried. Warns the ranks of the
+    /// step if `is_warned` says so.
+    pub fn troubled(&mut self, key: &StepKey, trouble: String, is_warned: bool) {
         if let Some(step) = self.step_mut(key) {
+            let warning = format!("attempts to save it fail: {trouble}");
             step.trouble = Some(trouble);
+            if is_warned {
+                self.warn(key, warning);
+            }
             self.bell.ring();
         }
     }

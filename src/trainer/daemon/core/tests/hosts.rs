@@ -135,7 +135,7 @@ fn a_step_that_is_not_saved_says_for_whom_it_waits() {
     world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
     assert_eq!(world.core.describe_obstacle(&key), None);
-    world.core.troubled(&key, "no progress".into());
+    world.core.troubled(&key, "no progress".into(), false);
     let tried = world.core.describe_obstacle(&key);
     assert_eq!(tried.as_deref(), Some("an attempt failed: no progress"));
     world.core.note_missing(&key, "host host-b".into());

@@ -12,10 +12,10 @@ from ._places import Place
 from ._spool import Folder, SpooledFile
 
 #: The length of the blocks that an open file caches, in bytes.
-BLOCK_BYTES = 4 << 20
-#: The rest of a file is expected to be read when one more block would take what was fetched beyond 1/READ_ON_PART of
+BLOCK_BYTES = 2 << 20
+#: The rest of a file is expected to be read when a further read would take what was fetched beyond 1/READ_ON_PART of
 #: the file, or beyond READ_ON_BYTES if that is more.
-READ_ON_PART, READ_ON_BYTES = 32, 2 * BLOCK_BYTES
+READ_ON_PART, READ_ON_BYTES = 64, 3 * BLOCK_BYTES
 
 
 class StepTransaction(Transaction):  # type: ignore[misc]
@@ -73,7 +73,9 @@ class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
         return found
 
     def _fetch(self, start: int, end: int, into: Any) -> Any:
-        is_read_on = self._fetched + BLOCK_BYTES > max(READ_ON_BYTES, self.size // READ_ON_PART)
+        # The first read may be the only one, however long it is.
+        wanted = self._fetched and self._fetched + end - start
+        is_read_on = wanted > max(READ_ON_BYTES, self.size // READ_ON_PART)
         expected = self.size * _ranks_of_host() if is_read_on else 0
         found = self.fs._read([(self.path, start, end, into)], expected)[0]
         # If the step has no room in the host's memory, the next part is read by ranges before it is asked for again.

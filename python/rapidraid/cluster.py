@@ -27,6 +27,8 @@ from .errors import DeadlineError, NoDaemonError, RapidraidError, UnavailableErr
 
 #: Maximum time of each wait for a daemon, and of each command of the program, in seconds.
 READY_S = 60.0
+#: The number of nodes that the smallest default code needs.
+NODES_OF_DEFAULT_CODES = 6
 #: The line between the configuration of a client and the staging settings of a training host.
 _STAGING_TABLE = "\n[staging]\n"
 
@@ -38,7 +40,7 @@ class LocalCluster:
     is the path of the client's configuration. The nodes accept data until their disk is 99 % full.
 
     Args:
-        nodes: The number of storage nodes.
+        nodes: The number of storage nodes, at least 4 to save. A cluster of four or five uses the code (4,2).
         block: The size of a block.
         folder: The folder of the cluster, which a later run can use again. Default: a temporary one, removed at the end.
         settings: More settings of the cluster and its nodes, such as ``{"memory": "256MiB"}`` (docs/configuration.md).
@@ -69,7 +71,8 @@ class LocalCluster:
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
             if not self.config.is_file():
-                self._make(nodes, {"code.block": block, "memory": "64MiB", "disk.high_water": "99", **(settings or {})})
+                code = {"code.list": "4,2"} if nodes < NODES_OF_DEFAULT_CODES else {}
+                self._make(nodes, {"code.block": block, "memory": "64MiB", "disk.high_water": "99", **code, **(settings or {})})
                 self._configure_host(0, self.config.read_text(), staging or {})
             for host in range(1, hosts):
                 # A folder that is used again may be of a cluster with fewer hosts.

@@ -425,8 +425,8 @@ def test_a_step_without_room_in_memory_is_asked_for_seldom() -> None:
     file = SavedFile(Cluster(skip_instance_cache=True), "job/1/file", block_size=4 * MIB, size=size, cache_type="none")
     for _ in range(size // (4 * MIB)):
         assert len(file.read(4 * MIB)) == 4 * MIB
-    # A 32nd is 16 MiB: four reads, and the fifth asks.
-    assert len(asked) == 128 and set(asked) == {0, size} and [at for at, expected in enumerate(asked) if expected] == [*range(4, 128, 5)]
+    # A 64th is 8 MiB: two reads, and the third asks.
+    assert len(asked) == 128 and set(asked) == {0, size} and [at for at, expected in enumerate(asked) if expected] == [*range(2, 128, 3)]
 
 
 def test_a_file_system_is_its_settings(cluster: rapidraid.LocalCluster) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rapidraid
@@ -117,6 +118,26 @@ def test_arrays_are_read_without_torch(cluster: rapidraid.LocalCluster, job: str
         "    assert c.read(1, 'tensor').tolist() == [1, 1]\n"
     )
     subprocess.run([sys.executable, "-c", code, job, str(cluster.config)], check=True, timeout=60)
+
+
+def test_a_cluster_of_four_nodes_saves() -> None:
+    """It has too few nodes for the default codes."""
+    with rapidraid.local_cluster(4) as cluster, rapidraid.Checkpointer("four", config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"x": np.ones(3)})
+        assert checkpointer.wait(1, timeout=60) == []
+
+
+def test_a_wait_says_why_a_step_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """The warning comes during the wait, and is not repeated."""
+    with rapidraid.local_cluster(3) as cluster:
+        checkpointer = rapidraid.Checkpointer("three", config=cluster.config)
+        checkpointer.save(1, {"x": np.ones(3)})
+        with pytest.raises(errors.DeadlineError, match="3 storage nodes are live"):
+            checkpointer.wait(1, timeout=10)
+        checkpointer.leave()
+    warnings = [record.getMessage() for record in caplog.records if "attempts to save it fail" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "start more nodes" in warnings[0]
 
 
 def test_a_cluster_is_used_again_with_more_hosts(tmp_path: Path) -> None:

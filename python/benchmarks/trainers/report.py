@@ -10,7 +10,7 @@ from . import integrations, peers
 
 #: The markers around a table in the page.
 BEGIN, PEERS, FAULTS, END = "<!-- table -->", "<!-- peers -->", "<!-- faults -->", "<!-- end -->"
-INTEGRATIONS = "<!-- integrations -->"
+INTEGRATIONS, LINKED = "<!-- integrations -->", "<!-- linked-peers -->"
 #: The faults of ``trainers.faults`` in words.
 WORDS = {
     "bit": "a flipped bit",
@@ -47,7 +47,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _in_main_table(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [measure for measure in record["measures"] if not measure["name"].startswith((peers.PREFIX, integrations.PREFIX))]
+    return [measure for measure in record["measures"] if not measure["name"].startswith((*peers.PLACES, integrations.PREFIX))]
 
 
 def _with_prefix(record: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
@@ -59,22 +59,24 @@ def _cell(times: list[float] | None, is_ratio: bool) -> str:
     if not times:
         return "-"
     text = "{:.2f}".format if is_ratio else _text_of
+    if len(times) == 1:
+        return text(times[0])
     return f"{text(_median(times))} ({text(min(times))} to {text(max(times))})"
 
 
-def peers_table(record: dict[str, Any]) -> str:
+def peers_table(record: dict[str, Any], place: peers.Place) -> str:
     """Returns the measures of rapidraid beside other libraries as a table in Markdown."""
-    measures = _with_prefix(record, peers.PREFIX)
+    measures = _with_prefix(record, place.prefix)
     if not measures:
         return ""
     facts = measures["stall"]["facts"]
-    titles = ["", *(title for title, _ in peers.COLUMNS.values()), "verified on load", "copies in memory at a save", "copies afterwards"]
+    titles = ["", *(title for title, _ in place.titles().values()), "verified on load", "copies in memory at a save", "copies afterwards"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, words in facts["contestants"].items():
         if name in facts["not to be had"]:
             lines.append(f"| {name} | not to be had: {facts['not to be had'][name]} |" + " |" * (len(titles) - 2))
             continue
-        cells = [_cell(measures[column]["arms"].get(name), is_ratio) for column, (_, is_ratio) in peers.COLUMNS.items()]
+        cells = [_cell(measures[column]["arms"].get(name), is_ratio) for column, (_, is_ratio) in place.titles().items()]
         lines.append(f"| {' | '.join([name, *cells, words['verifies'], words['memory'], words['durable']])} |")
     return "\n".join(lines) + "\n"
 
@@ -118,12 +120,17 @@ def _replace(page: Path, marker: str, text: str) -> None:
 def report(file: Path, folder: Path) -> None:
     """Prints the tables, writes them into the page, and draws the pictures beside the page."""
     record = json.loads(file.read_text())
-    print(table(record), peers_table(record), integrations_table(record), sep="\n")
+    tables = {
+        BEGIN: table(record),
+        PEERS: peers_table(record, peers.ON_TMPFS),
+        LINKED: peers_table(record, peers.OVER_LINKS),
+        INTEGRATIONS: integrations_table(record),
+    }
+    print(*tables.values(), sep="\n")
     page = folder / "trainers.md"
     if page.is_file():
-        _replace(page, BEGIN, table(record))
-        _replace(page, PEERS, peers_table(record))
-        _replace(page, INTEGRATIONS, integrations_table(record))
+        for marker, text in tables.items():
+            _replace(page, marker, text)
         faults = file.with_name("faults-peers.json")
         if faults.is_file():
             _replace(page, FAULTS, faults_table(json.loads(faults.read_text())))

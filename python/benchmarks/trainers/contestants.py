@@ -172,15 +172,14 @@ CONTESTANTS: dict[str, Callable[[State, Path], Contestant]] = {
     "torchft HTTPTransport": libraries.Torchft,
 }
 
-#: The same over links: files lie in a mounted SeaweedFS. torchft stores nothing; its copy is in the memory of another rank.
+#: The others that are measured over links, where their files lie in a mounted SeaweedFS. torchft stores nothing: its copy is
+#: in the memory of another rank.
+_WITH_FILES = (
+    *("DCP, thread, nice", "DCP, process, nice", "torch_checkpointing"),
+    *("safetensors", "safetensors, pread", "runai-model-streamer", "fastsafetensors"),
+)
 CONTESTANTS_OVER_LINKS: dict[str, Callable[[State, Path], Contestant]] = {
     "Checkpointer": PlainOverLinks,
     "rapidraid.torch": ByNameOverLinks,
-    "DCP, thread, nice": libraries.DcpNice,
-    "DCP, process, nice": libraries.DcpProcessNice,
-    "torch_checkpointing": libraries.TorchCheckpointing,
-    "safetensors": libraries.Safetensors,
-    "safetensors, pread": libraries.Pread,
-    "runai-model-streamer": libraries.Runai,
-    "fastsafetensors": libraries.Fastsafetensors,
+    **{name: CONTESTANTS[name] for name in _WITH_FILES},
 }

@@ -28,6 +28,7 @@ use crate::trainer::protocol::{Failure, Sample};
 
 /// The first and the longest pause after a failed save.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
+
 /// Returns the name of data shard `number` of a launch's step.
 pub fn data_name(launch: LaunchId, number: usize) -> Result<ShardName, IdError> {
     format!("{DATA_SHARD}{launch}/{number}").parse()

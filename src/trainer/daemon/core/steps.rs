@@ -545,8 +545,8 @@ impl Core {
         }
     }
 
-    /// Records that an attempt to save the step failed and will be retried. Warns the ranks of the
-    /// step if `is_warned` says so.
+    /// Records that an attempt to save the step failed and will be retried. Also warns the ranks of
+    /// the step if `is_warned` is set.
     pub fn troubled(&mut self, key: &StepKey, trouble: String, is_warned: bool) {
         if let Some(step) = self.step_mut(key) {
             let warning = format!("attempts to save it fail: {trouble}");

@@ -72,6 +72,8 @@ mod saves;
 mod sizes;
 #[path = "cluster/slow.rs"]
 mod slow;
+#[path = "cluster/surplus.rs"]
+mod surplus;
 #[path = "cluster/takeover.rs"]
 mod takeover;
 #[path = "cluster/unknown.rs"]

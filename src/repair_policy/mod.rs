@@ -10,4 +10,4 @@ mod spares;
 
 pub use away_nodes::{AwayNodes, GivenUp, MAX_BRAKE, PIECES_GRACES};
 pub use repair_order::{RepairPriority, is_repair_due};
-pub use spares::{PiecesByNode, SparesOfStripe};
+pub use spares::{PiecesByDomain, PiecesByNode, SparesOfStripe};

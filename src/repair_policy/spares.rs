@@ -27,6 +27,37 @@ impl PiecesByNode {
     }
 }
 
+/// The number of pieces of a stripe that each failure domain has.
+#[derive(Debug)]
+pub struct PiecesByDomain {
+    domains: HashMap<NodeId, u16>,
+    pieces: HashMap<u16, usize>,
+}
+
+impl PiecesByDomain {
+    /// Counts the pieces on `piece_nodes`, the node of each piece.
+    pub fn new(ring: &[RingNode], piece_nodes: impl Iterator<Item = NodeId>) -> Self {
+        let domains: HashMap<NodeId, u16> =
+            ring.iter().map(|member| (member.node, member.domain)).collect();
+        let mut pieces = HashMap::new();
+        for domain in piece_nodes.filter_map(|node| domains.get(&node)) {
+            *pieces.entry(*domain).or_default() += 1;
+        }
+        Self { domains, pieces }
+    }
+
+    /// Returns whether moving a piece from one node to another would spread the pieces more evenly
+    /// over the failure domains. Returns `false` if one of the nodes is not in the ring.
+    pub fn would_balance_move(&self, from: NodeId, to: NodeId) -> bool {
+        let pieces_near = |node: NodeId| {
+            let domain = self.domains.get(&node)?;
+            Some(self.pieces.get(domain).copied().unwrap_or(0))
+        };
+        let (Some(here), Some(there)) = (pieces_near(from), pieces_near(to)) else { return false };
+        there + 1 < here
+    }
+}
+
 /// The spares of a stripe, and how many of its pieces each failure domain has.
 #[derive(Debug)]
 pub struct SparesOfStripe {
@@ -171,5 +202,18 @@ mod tests {
         // The piece of node 9 is surplus, that of node 8 is not: node 2 does not have it.
         let nodes = held(&[(0, &[0]), (1, &[1]), (2, &[]), (9, &[1]), (8, &[2])]);
         assert_eq!(choose(&nodes, &[3], 0), [Some(9)]);
+    }
+
+    #[test]
+    fn pieces_are_more_even_in_a_domain_that_has_fewer() {
+        let ring: Vec<RingNode> =
+            (0..12).map(|node| RingNode { node: NodeId(node), domain: node as u16 / 4 }).collect();
+        // Domain 0 has one piece, domain 1 has two, and domain 2 has three.
+        let domains = PiecesByDomain::new(&ring, [0, 4, 5, 8, 9, 10].map(NodeId).into_iter());
+        assert!(domains.would_balance_move(NodeId(8), NodeId(1)));
+        assert!(!domains.would_balance_move(NodeId(4), NodeId(1)));
+        assert!(!domains.would_balance_move(NodeId(8), NodeId(6)));
+        assert!(!domains.would_balance_move(NodeId(8), NodeId(11)));
+        assert!(!domains.would_balance_move(NodeId(99), NodeId(1)), "a node outside the ring");
     }
 }

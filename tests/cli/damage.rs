@@ -179,7 +179,8 @@ fn a_disk_is_replaced_and_the_rest_happens_by_itself() {
     assert!(verified.out.contains("all is whole; any 2 more nodes may be lost"), "{verified:?}");
 }
 
-/// Follows *A node is gone for good* of docs/operations.md: nothing is done. Then the node is back.
+/// Follows *A node is gone for good* of docs/operations.md: nothing is done. Then the node is back,
+/// and drops the pieces that were made elsewhere.
 #[test]
 fn a_node_is_gone_for_good() {
     let mut cluster = saved_cluster(&["repair.grace_s=1", "repair.share=100"]);
@@ -196,6 +197,12 @@ fn a_node_is_gone_for_good() {
     let daemon = Daemon::start(cluster.folder.path(), &cluster.config(3), &[]).ready();
     cluster.daemons.push(daemon);
     cluster.until("the node is live", |all| all.iter().all(|node| node["live"] == true));
+    cluster.until("its pieces are dropped", |_| {
+        let is_on_n3 = |path: &PathBuf| path.to_string_lossy().contains("nodes/n3/");
+        !stored(&cluster, ".pc").iter().any(is_on_n3)
+    });
+    let verified = cluster.run("verify job/1 --json").json();
+    assert_eq!((&verified["survives"], &verified["faults"]), (&2.into(), &Vec::<u8>::new().into()));
     let nothing = cluster.run("repair").ok();
     assert!(nothing.out.contains("nothing to make of job/1"), "{nothing:?}");
 }

@@ -151,7 +151,7 @@ async fn replicas_go_to_another_spare_if_one_is_full() {
 }
 
 /// A proxy that hides its node's receipts of repairs.
-struct NoMovedReceipts;
+pub struct NoMovedReceipts;
 
 impl Change for NoMovedReceipts {
     fn answer(&self, number: u8, frame: Bytes) -> Bytes {

@@ -53,7 +53,8 @@ impl World<'_> {
                 rechecks = true;
             }
             let is_urgent = survives == Some(0);
-            let priority = RepairPriority { survives, saved_at: at as u64, save: SaveId([0; 12]) };
+            let (saved_at, save) = (at as u64, SaveId([0; 12]));
+            let priority = RepairPriority { is_whole: false, survives, saved_at, save };
             let is_first = best.as_ref().is_none_or(|(first, ..)| match self.scenario.variant {
                 Variant::Reversed => priority > *first,
                 _ => priority < *first,

@@ -1,5 +1,5 @@
-//! Automatic repair: the catalogue server surveys the committed steps, and repairs the degraded
-//! ones (docs/semantics.md, 11).
+//! Automatic repair: the catalogue server surveys the committed steps, and repairs those that are
+//! degraded or have surplus copies (docs/semantics.md, 11).
 //!
 //! Nothing here is durable, and nothing depends on what is remembered: a repair examines the step
 //! itself.
@@ -13,12 +13,13 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::error::BackgroundError;
+use super::steps_to_repair::{MAX_TO_REPAIR, Settled, StepToRepair, describe, keep_worst};
 use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
 use crate::code::SurvivableLossCache;
 use crate::format::records::Checkpoint;
-use crate::id::{Job, NodeId, PeerName, SaveId, Step};
+use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::node::catalogue_server::maintenance::list_maintenance;
 use crate::node::catalogue_server::repair_survey::{
@@ -31,8 +32,8 @@ use crate::repair_policy::{AwayNodes, RepairPriority, is_repair_due};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
-    DegradedStep, GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan,
-    RepairStatus, RepairSummary, RunningRepair, SurveyResult,
+    GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan, RepairStatus,
+    RepairSummary, RunningRepair, SurveyResult,
 };
 
 /// Minimum wait after a survey, unless the list of nodes has changed or a repair has ended.
@@ -47,9 +48,6 @@ const TRIES: u32 = 3;
 /// Maximum time for which a step is left alone after [`TRIES`] failures. A full disk may get room,
 /// or a broken link may heal, without any change of the list of nodes.
 const SETTLED_WAIT: Duration = Duration::from_secs(3600);
-/// Maximum number of degraded steps that a survey keeps: the first ones in the order of repair.
-/// When these are repaired, a further survey finds more.
-const MAX_DEGRADED: usize = 4096;
 /// Maximum number of degraded steps that the repair status names.
 const MAX_WORST: usize = 16;
 /// Maximum number of steps waiting for a retry that the repair status names.
@@ -61,45 +59,6 @@ const EVENTS: usize = 64;
 /// on during a pause.
 const OPTIONS: RepairOptions =
     RepairOptions { mode: RepairMode::Repair, plan: RepairPlan::Chain, parallel: 1 };
-
-/// A degraded step.
-#[derive(Debug, Clone)]
-struct Degraded {
-    job: Job,
-    step: Step,
-    save: SaveId,
-    saved_at: u64,
-    health: StepHealth,
-    /// The time at which a survey first found the step degraded.
-    since: Duration,
-    /// Whether the last survey could not determine the health of the step. Such a step is not
-    /// repaired.
-    is_unknown: bool,
-}
-
-impl Degraded {
-    fn priority(&self) -> RepairPriority {
-        let &Self { saved_at, save, health: StepHealth { survives, .. }, .. } = self;
-        RepairPriority { survives, saved_at, save }
-    }
-}
-
-/// The list of nodes and the health of a step that is left alone until one of the two changes, or
-/// for some time.
-struct Settled {
-    /// The version of the list of nodes.
-    version: u64,
-    /// The health of the step before the repair.
-    health: StepHealth,
-    /// The time at which the step is tried again even without such a change.
-    until: Duration,
-}
-
-impl Settled {
-    fn holds_for(&self, version: u64, health: StepHealth, now: Duration) -> bool {
-        (self.version, self.health) == (version, health) && now < self.until
-    }
-}
 
 /// The state that the rounds share with the repair that runs and with the calls that report it.
 struct RepairLedger {
@@ -123,8 +82,8 @@ struct RepairLedger {
 #[derive(Default)]
 struct Rounds {
     nodes: AwayNodes,
-    /// The degraded steps of the last survey, in the order in which they are repaired.
-    degraded: Vec<Degraded>,
+    /// The steps that the last survey found to be repaired, in the order of repair.
+    to_repair: Vec<StepToRepair>,
     /// The version of the list of nodes at the last survey.
     surveyed_version: u64,
     last_survey: Option<LastSurvey>,
@@ -138,9 +97,8 @@ struct Running {
     task: JoinHandle<()>,
     /// Cancelled to end the repair before its next stripe, plan or copy.
     stop: CancellationToken,
-    /// Number of node losses that the step survived before the repair; `None` if it could not be
-    /// read.
-    survives: Option<u32>,
+    /// The priority that the step had before the repair.
+    priority: RepairPriority,
 }
 
 impl Rounds {
@@ -148,11 +106,13 @@ impl Rounds {
         self.running.as_ref().is_some_and(|running| !running.task.is_finished())
     }
 
-    /// Replaces the health of a step in the list, and removes a step that is not degraded any more.
-    fn set_health(&mut self, save: SaveId, health: StepHealth) {
-        let of_save = self.degraded.iter_mut().filter(|step| step.save == save);
-        of_save.for_each(|step| step.health = health);
-        self.degraded.retain(|step| step.health.is_degraded());
+    /// Replaces the health of a step in the list, and removes a step of which nothing is missing or
+    /// surplus any more.
+    fn set_health(&mut self, save: SaveId, health: StepHealth, now: Duration) {
+        for step in self.to_repair.iter_mut().filter(|step| step.save == save) {
+            *step = step.clone().with_health(health, now);
+        }
+        self.to_repair.retain(|step| step.health.needs_repair());
     }
 
     /// Stops the running repair before its next stripe, plan or copy.
@@ -215,30 +175,33 @@ impl AutomaticRepair {
         }
         let Some(next) = self.choose_step(rounds) else { return Ok(()) };
         if rounds.is_running() {
-            let survives = rounds.running.as_ref().map(|running| running.survives);
-            if survives.is_some_and(|survives| next.health.survives < survives) {
+            let running = rounds.running.as_ref().map(|running| running.priority);
+            if running.is_some_and(|running| next.priority().interrupts(&running)) {
                 rounds.stop_running();
             }
             return Ok(());
         }
         let surveyed = self.survey_step(next.save, &directory, rounds).await?;
-        let SurveyOutcome::Known(StepSurvey { health, stripes }) = surveyed else {
+        let SurveyOutcome::Known(StepSurvey { health, stripes, with_surplus }) = surveyed else {
             self.put_off(next.save);
             return Ok(());
         };
-        // The list of degraded steps is as old as the last survey.
-        rounds.set_health(next.save, health);
-        if !health.is_degraded() {
+        // The list of steps is as old as the last survey.
+        rounds.set_health(next.save, health, self.context.clock.now());
+        if !health.needs_repair() {
             self.lock_ledger().wants_survey = true;
+            return Ok(());
+        }
+        if health.is_degraded() != next.health.is_degraded() {
             return Ok(());
         }
         let limits = RepairLimits {
             given_up: rounds.nodes.given_up().clone(),
             share_percent: rules.share_percent,
-            stripes,
+            stripes: if health.is_degraded() { stripes } else { with_surplus },
             stop: CancellationToken::new(),
         };
-        let next = Degraded { health, ..next };
+        let next = StepToRepair { health, ..next };
         rounds.running = Some(self.spawn_repair(next, limits, rounds.nodes.version()));
         Ok(())
     }
@@ -298,9 +261,9 @@ impl AutomaticRepair {
         let surveyed = self.survey_steps(rounds, directory).await;
         let ended_at = self.context.clock.now();
         rounds.last_survey = Some(LastSurvey { ended_at, took: ended_at - begun_at });
-        let (degraded, result) = surveyed?;
-        self.record_survey(&degraded, result, ended_at);
-        rounds.degraded = degraded;
+        let (to_repair, result) = surveyed?;
+        self.record_survey(&to_repair, result, ended_at);
+        rounds.to_repair = to_repair;
         Ok(())
     }
 
@@ -315,16 +278,16 @@ impl AutomaticRepair {
         surveyed
     }
 
-    /// Surveys all committed steps. Returns the degraded ones, in the order in which they are
-    /// repaired, and the result.
+    /// Surveys all committed steps. Returns those that are degraded or have surplus copies, in the
+    /// order in which they are repaired, and the result.
     async fn survey_steps(
         &self,
         rounds: &mut Rounds,
         mut directory: Directory,
-    ) -> Result<(Vec<Degraded>, SurveyResult), CatalogueError> {
-        let known: HashMap<SaveId, Degraded> =
-            rounds.degraded.iter().map(|known| (known.save, known.clone())).collect();
-        let (mut degraded, mut result) = (Vec::new(), SurveyResult::default());
+    ) -> Result<(Vec<StepToRepair>, SurveyResult), CatalogueError> {
+        let known: HashMap<SaveId, StepToRepair> =
+            rounds.to_repair.iter().map(|known| (known.save, known.clone())).collect();
+        let (mut to_repair, mut result) = (Vec::new(), SurveyResult::default());
         let mut survives = Some(u32::MAX);
         let catalogue = self.context.catalogue();
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
@@ -347,58 +310,62 @@ impl AutomaticRepair {
                 SurveyOutcome::Unknown => {
                     (result.steps, result.unknown) = (result.steps + 1, result.unknown + 1);
                     let before = known.get(&saved.save).cloned();
-                    degraded.extend(before.map(|step| Degraded { is_unknown: true, ..step }));
+                    to_repair.extend(before.map(|step| StepToRepair { is_unknown: true, ..step }));
                     continue;
                 }
                 SurveyOutcome::Known(StepSurvey { health, .. }) => health,
             };
             result.steps += 1;
             survives = survives.min(health.survives);
-            if !health.is_degraded() {
+            if !health.needs_repair() {
                 continue;
             }
-            result.degraded += 1;
-            result.missing += health.missing;
-            result.missing_bytes += health.missing_bytes;
-            result.records += health.records;
+            add_health(&mut result, &health);
             let (save, saved_at, is_unknown) = (saved.save, saved.saved_at, false);
-            let since =
-                known.get(&save).map_or_else(|| self.context.clock.now(), |step| step.since);
-            degraded.push(Degraded { job, step, save, saved_at, health, since, is_unknown });
-            if degraded.len() >= 2 * MAX_DEGRADED {
-                keep_worst(&mut degraded);
+            let (version, now) = (rounds.nodes.version(), self.context.clock.now());
+            // Steps that keep their surplus copies must not crowd out others.
+            if !health.is_degraded() && self.lock_ledger().is_settled(save, health, version, now) {
+                continue;
+            }
+            let new = StepToRepair { job, step, save, saved_at, health, since: now, is_unknown };
+            let known = known.get(&save).map(|known| known.clone().with_health(health, now));
+            to_repair.push(StepToRepair { since: known.map_or(now, |known| known.since), ..new });
+            if to_repair.len() >= 2 * MAX_TO_REPAIR {
+                keep_worst(&mut to_repair);
             }
         }
-        keep_worst(&mut degraded);
+        keep_worst(&mut to_repair);
         result.survives = survives.filter(|_| result.steps > result.unknown);
-        let worst = degraded.iter().filter(|step| !step.is_unknown).take(MAX_WORST);
+        let degraded = |step: &&StepToRepair| !step.is_unknown && step.health.is_degraded();
+        let worst = to_repair.iter().filter(degraded).take(MAX_WORST);
         result.worst = worst.map(describe).collect();
-        Ok((degraded, result))
+        Ok((to_repair, result))
     }
 
-    fn record_survey(&self, degraded: &[Degraded], result: SurveyResult, ended_at: Duration) {
+    fn record_survey(&self, to_repair: &[StepToRepair], result: SurveyResult, ended_at: Duration) {
         let mut ledger = self.lock_ledger();
         ledger.survey = Some((result, ended_at));
-        for step in degraded {
+        for step in to_repair {
             ledger.retries.mark_seen_and_check_due(step.save, ended_at);
         }
         ledger.retries.forget_unseen();
-        let saves: HashSet<SaveId> = degraded.iter().map(|step| step.save).collect();
-        ledger.settled.retain(|save, _| saves.contains(save));
+        let saves: HashSet<SaveId> = to_repair.iter().map(|step| step.save).collect();
+        // Steps that only have surplus copies are not listed while they are settled.
+        ledger.settled.retain(|save, settled| {
+            saves.contains(save) || !settled.health.is_degraded() && ended_at < settled.until
+        });
         ledger.not_before.retain(|save, until| saves.contains(save) && *until > ended_at);
     }
 
-    /// Returns the first degraded step that is due and is not being repaired.
-    fn choose_step(&self, rounds: &Rounds) -> Option<Degraded> {
+    /// Returns the first step that is due and is not being repaired.
+    fn choose_step(&self, rounds: &Rounds) -> Option<StepToRepair> {
         let now = self.context.clock.now();
         let (grace, version) = (self.context.settings.repair.grace, rounds.nodes.version());
         let running = rounds.running.as_ref().map(|running| running.save);
         let running = running.filter(|_| rounds.is_running());
         let mut ledger = self.lock_ledger();
-        let mut is_due = |step: &&Degraded| {
-            let settled = ledger.settled.get(&step.save);
-            let is_settled =
-                settled.is_some_and(|settled| settled.holds_for(version, step.health, now));
+        let mut is_due = |step: &&StepToRepair| {
+            let is_settled = ledger.is_settled(step.save, step.health, version, now);
             let is_put_off = ledger.not_before.get(&step.save).is_some_and(|until| now < *until);
             Some(step.save) != running
                 && is_repair_due(step.health.is_urgent, step.since, now, grace)
@@ -407,31 +374,32 @@ impl AutomaticRepair {
                 && !is_settled
                 && ledger.retries.mark_seen_and_check_due(step.save, now)
         };
-        rounds.degraded.iter().find(|step| is_due(step)).cloned()
+        rounds.to_repair.iter().find(|step| is_due(step)).cloned()
     }
 
     /// Repairs a step in a task of its own.
     fn spawn_repair(
         self: &Arc<Self>,
-        next: Degraded,
+        next: StepToRepair,
         limits: RepairLimits,
         version: u64,
     ) -> Running {
-        let (save, StepHealth { survives, missing, records, .. }) = (next.save, next.health);
-        tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, "repairing a degraded step automatically");
+        let (save, priority) = (next.save, next.priority());
+        let StepHealth { survives, missing, records, surplus, .. } = next.health;
+        tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, surplus, "repairing a step automatically");
         let (service, stop) = (self.clone(), limits.stop.clone());
         let task = self.context.tasks.spawn_until_stop(async move {
             let repaired = service.repair_step(&next, &RepairCause::Survey(limits)).await;
             service.record_repair(&next, version, repaired);
         });
-        Running { save, task, stop, survives }
+        Running { save, task, stop, priority }
     }
 
     /// Repairs a step and records its progress. Returns the summary and the first message about
     /// something that was not made.
     async fn repair_step(
         &self,
-        next: &Degraded,
+        next: &StepToRepair,
         cause: &RepairCause,
     ) -> Result<(RepairSummary, Option<String>), CoordinatorError> {
         let coordinator = self.context.coordinator();
@@ -464,11 +432,11 @@ impl AutomaticRepair {
 
     fn record_repair(
         &self,
-        step: &Degraded,
+        step: &StepToRepair,
         version: u64,
         repaired: Result<(RepairSummary, Option<String>), CoordinatorError>,
     ) {
-        let Degraded { job, step: number, save, health, .. } = step;
+        let StepToRepair { job, step: number, save, health, .. } = step;
         if repaired.as_ref().is_err_and(gives_way) {
             self.put_off(*save);
         }
@@ -479,9 +447,10 @@ impl AutomaticRepair {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
                 tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "an automatic repair completed; the parts of the nodes in `away`, if there are any, are still missing");
                 // If nothing was made and nobody is away, something that a node lacks was not seen, for
-                // example because the node did not answer for a moment.
+                // example because the node did not answer for a moment. Surplus copies that stay are
+                // looked at again, too.
                 let is_explained = pieces + replicas + records > 0 || !away.is_empty();
-                let until = match is_explained {
+                let until = match is_explained && health.is_degraded() {
                     true => Duration::MAX,
                     false => self.context.clock.now().saturating_add(SETTLED_WAIT),
                 };
@@ -529,6 +498,13 @@ impl AutomaticRepair {
 }
 
 impl RepairLedger {
+    /// Returns whether a step with this health is left alone while the list of nodes has this
+    /// version.
+    fn is_settled(&self, save: SaveId, health: StepHealth, version: u64, now: Duration) -> bool {
+        let settled = self.settled.get(&save);
+        settled.is_some_and(|settled| settled.holds_for(version, health, now))
+    }
+
     fn new(lease: Duration) -> Self {
         Self {
             survey: None,
@@ -543,11 +519,12 @@ impl RepairLedger {
     }
 }
 
-/// Sorts the steps into the order in which they are repaired, and drops all but the first
-/// [`MAX_DEGRADED`].
-fn keep_worst(degraded: &mut Vec<Degraded>) {
-    degraded.sort_by_key(Degraded::priority);
-    degraded.truncate(MAX_DEGRADED);
+/// Adds what is missing of a step to the result of a survey.
+fn add_health(result: &mut SurveyResult, health: &StepHealth) {
+    result.degraded += u64::from(health.is_degraded());
+    result.missing += health.missing;
+    result.missing_bytes += health.missing_bytes;
+    result.records += health.records;
 }
 
 /// Returns whether a repair ended because the step has another owner, is to be archived or was
@@ -559,10 +536,4 @@ fn gives_way(error: &CoordinatorError) -> bool {
             | CoordinatorError::ArchivingRequested { .. }
             | CoordinatorError::Owned { .. }
     ) || matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Fenced)
-}
-
-fn describe(step: &Degraded) -> DegradedStep {
-    let StepHealth { survives, missing, missing_bytes, records, .. } = step.health;
-    let (job, step) = (step.job.clone(), step.step);
-    DegradedStep { job, step, survives, missing, missing_bytes, records }
 }

@@ -12,3 +12,4 @@ pub(super) mod orphan_gc;
 pub(super) mod replica_gc;
 pub(super) mod retention;
 pub(super) mod save_recovery;
+mod steps_to_repair;

@@ -11,6 +11,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{read_record, shard_root_key, shard_state_key};
@@ -23,7 +24,8 @@ use crate::node::failure_log::FailureLog;
 use crate::node::storage::full_disk::DiskSpace;
 use crate::node::storage::record_names::{RECEIPT_PREFIX, receipt_name};
 use crate::node::storage::records_and_drops::ShardRecords;
-use crate::pipeline::coordinator::ArchivedAttempt;
+use crate::node::storage::surplus_copies::DropEvidence;
+use crate::pipeline::coordinator::{ArchivedAttempt, ReceiptUse};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::DropReplicas;
@@ -106,8 +108,12 @@ impl ReplicaGc {
                 by = ReceiptFilter::AnyReceipt;
             }
             let mut is_complete = true;
+            // Other nodes read whole files for the drops of surplus copies. So that a node which has
+            // come back with many copies does not keep them busy, it asks for at most half of the
+            // time.
+            let read_until = self.context.clock.now() + self.context.settings.lease;
             for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
-                if let Err(error) = self.drop_unreferenced_files(of_shard).await {
+                if let Err(error) = self.drop_unreferenced_files(of_shard, read_until).await {
                     is_complete = false;
                     if let Some(failures) = drop_failures.record_failure(self.context.clock.now()) {
                         tracing::info!(%error, failures, "files that may be unreferenced are kept for now");
@@ -120,9 +126,14 @@ impl ReplicaGc {
         }
     }
 
-    /// Drops the unneeded files of these stripes, which all belong to one shard. If dropping fails
-    /// for one stripe, continues with the next stripe, and returns the last such error.
-    async fn drop_unreferenced_files(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
+    /// Drops the unneeded files of these stripes, which all belong to one shard; surplus copies
+    /// only until `read_until`, and the rest of them in a later round. If dropping fails for one
+    /// stripe, continues with the next stripe, and returns the last such error.
+    async fn drop_unreferenced_files(
+        &self,
+        stripes: &[StripeId],
+        read_until: Duration,
+    ) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.context.catalogue();
         let Some((state, _)) =
@@ -151,6 +162,7 @@ impl ReplicaGc {
                     &*catalogue,
                     DropReplicas { stripe, attempt, generation },
                     code,
+                    read_until,
                 )
                 .await
             {
@@ -172,42 +184,84 @@ impl ReplicaGc {
         catalogue: &dyn Catalogue,
         call: DropReplicas,
         code: CodeId,
+        read_until: Duration,
     ) -> Result<u32, RemoteError> {
         let DropReplicas { stripe, attempt, generation } = call;
         let archived = ArchivedAttempt { attempt, generation, code };
         let mut dropped = self.shard_records.drop_replicas(call.clone()).await;
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
-            && let Some(counting) = self.find_complete_receipt(catalogue, stripe, archived).await?
+            && let Some(counting) =
+                self.find_complete_receipt(catalogue, stripe, archived, ReceiptUse::Fetch).await?
         {
             self.shard_records.store_missing_receipt(counting).await?;
             dropped = self.shard_records.drop_replicas(call).await;
         }
         let mut files = dropped?.files;
-        // Pieces of the attempt are dropped only on the evidence of the receipt that is valid now.
         let by = ReceiptFilter::OfAttempt(attempt);
-        if self.context.run_on_store(move |store| has_unreferenced_file(store, stripe, by)).await?
-            && let Some(counting) = self.find_complete_receipt(catalogue, stripe, archived).await?
+        if self.context.clock.now() < read_until
+            && self
+                .context
+                .run_on_store(move |store| has_unreferenced_file(store, stripe, by))
+                .await?
         {
-            files += self.shard_records.drop_surplus_pieces(counting).await?;
+            files += self.drop_surplus_copies(catalogue, stripe, archived).await?;
         }
         Ok(files)
     }
 
+    /// Drops the pieces of the committed attempt that the valid receipt of the stripe places on
+    /// other nodes. Before that, these nodes read their copies. Drops nothing if a piece is not in
+    /// its place or not whole. Returns the number of files dropped.
+    async fn drop_surplus_copies(
+        &self,
+        catalogue: &dyn Catalogue,
+        stripe: StripeId,
+        archived: ArchivedAttempt,
+    ) -> Result<u32, RemoteError> {
+        let find =
+            || self.find_complete_receipt(catalogue, stripe, archived, ReceiptUse::DropSurplus);
+        let Some(counting) = find().await? else { return Ok(0) };
+        let surplus = self.shard_records.list_surplus_pieces(counting.clone()).await?;
+        if surplus.is_empty() {
+            return Ok(0);
+        }
+        let coordinator = self.context.coordinator();
+        for piece in counting.pieces.iter().filter(|piece| surplus.contains(&piece.piece)) {
+            if !coordinator.is_piece_whole(&counting, piece).await? {
+                return Ok(0);
+            }
+        }
+        // The reading may have taken long or found damage, so everybody is asked again.
+        let until = self.context.clock.now() + self.context.settings.lease / 2;
+        let evidence = DropEvidence { asked: catalogue.epoch(), until };
+        let state_key = shard_state_key(stripe.shard);
+        let state = read_record::<ShardState>(catalogue, &state_key).await?;
+        let ArchivedAttempt { attempt, generation, code } = archived;
+        let expected = StripeState::Archived { attempt, generation, code, dropped: true };
+        if state.and_then(|(state, _)| state.stripe(stripe.index)) != Some(expected) {
+            return Ok(0);
+        }
+        match find().await?.filter(|found| *found == counting) {
+            Some(_) => self.shard_records.drop_surplus_pieces(counting, surplus, evidence).await,
+            None => Ok(0),
+        }
+    }
+
     /// Returns the valid receipt of an archived stripe, if all pieces that it names are on the
-    /// nodes that it names, and none of these nodes is leaving or has left. Otherwise returns
-    /// `None`.
+    /// nodes that it names, and these nodes keep them. Otherwise returns `None`.
     async fn find_complete_receipt(
         &self,
         catalogue: &dyn Catalogue,
         stripe: StripeId,
         archived: ArchivedAttempt,
+        purpose: ReceiptUse,
     ) -> Result<Option<Receipt>, RemoteError> {
         let root_key = shard_root_key(stripe.shard.save(), stripe.shard.index());
         let Some((root, _)) = read_record::<ShardRoot>(catalogue, &root_key).await? else {
             return Ok(None);
         };
         let coordinator = self.context.coordinator();
-        Ok(coordinator.find_complete_receipt(&root, stripe.index, archived).await?)
+        Ok(coordinator.find_complete_receipt(&root, stripe.index, archived, purpose).await?)
     }
 }
 

@@ -39,6 +39,8 @@ pub(in crate::node) struct StepHealth {
     pub(in crate::node) missing_bytes: u64,
     /// Number of records that nodes lack.
     pub(in crate::node) records: u64,
+    /// Number of surplus copies: pieces of archived stripes that another storage node has, too.
+    pub(in crate::node) surplus: u64,
 }
 
 impl StepHealth {
@@ -49,11 +51,18 @@ impl StepHealth {
         missing: 0,
         missing_bytes: 0,
         records: 0,
+        surplus: 0,
     };
 
     /// Returns whether anything is missing.
     pub(in crate::node) fn is_degraded(&self) -> bool {
         self.missing > 0 || self.records > 0
+    }
+
+    /// Returns whether a repair has anything to do: to make what is missing, or to end what keeps
+    /// nodes from dropping surplus copies.
+    pub(in crate::node) fn needs_repair(&self) -> bool {
+        self.is_degraded() || self.surplus > 0
     }
 
     /// Lowers the number of losses that the step survives to `survives`, the number for one stripe
@@ -71,6 +80,16 @@ pub(in crate::node) struct StepSurvey {
     /// The stripes of which something is missing, by shard. A shard of which only its own records
     /// are missing is here without stripes.
     pub(in crate::node) stripes: StripesByShard,
+    /// The stripes that have surplus copies, by shard.
+    pub(in crate::node) with_surplus: StripesByShard,
+}
+
+impl StepSurvey {
+    /// The survey of a step of which nothing has been surveyed.
+    fn new() -> Self {
+        let (stripes, with_surplus) = (StripesByShard::new(), StripesByShard::new());
+        Self { health: StepHealth::WHOLE, stripes, with_surplus }
+    }
 }
 
 /// The result of the survey of a step.
@@ -95,7 +114,7 @@ pub(in crate::node) async fn survey_save(
     cache: &mut SurvivableLossCache,
 ) -> Result<SurveyOutcome, CatalogueError> {
     let catalogue = context.catalogue();
-    let mut survey = StepSurvey { health: StepHealth::WHOLE, stripes: StripesByShard::new() };
+    let mut survey = StepSurvey::new();
     let mut roots = KeyScan::of_prefix(&*catalogue, shard_roots_prefix(save));
     let mut is_empty = true;
     while let Some((key, entry)) = roots.next().await? {
@@ -164,8 +183,7 @@ impl ShardSurveyor<'_> {
             let page = states.by_ref().take(STRIPES_PER_SURVEY as usize).collect();
             // The search for survivable losses may take long for wide codes, so it runs on a worker
             // thread.
-            let nothing = StepSurvey { health: StepHealth::WHOLE, stripes: StripesByShard::new() };
-            let (root, known) = (self.root.clone(), std::mem::replace(survey, nothing));
+            let (root, known) = (self.root.clone(), std::mem::replace(survey, StepSurvey::new()));
             let known_losses = std::mem::take(cache);
             let judge = move || judge_page(&root, geometry, page, &answers, known, known_losses);
             let Ok(Some(judged)) = self.context.workers.run(judge).await else { return false };
@@ -217,7 +235,7 @@ fn add_shard_records(shard: ShardId, answers: &[NodeAnswer], survey: &mut StepSu
     }
 }
 
-/// Adds what is missing of a page of stripes. Returns `None` if a stripe is not one of the shard.
+/// Adds what is missing, and what is surplus, of a page of stripes. Returns `None` if a stripe is not one of the shard.
 fn judge_page(
     root: &ShardRoot,
     geometry: Geometry,
@@ -235,10 +253,13 @@ fn judge_page(
         };
         let nodes = answers.iter().filter_map(of_stripe).collect();
         let health = &mut survey.health;
-        let before = (health.missing, health.records);
+        let before = *health;
         SurveyedStripe { root, cut, state, nodes }.add_to(health, &mut cache);
-        if before != (health.missing, health.records) {
+        if (before.missing, before.records) != (health.missing, health.records) {
             survey.stripes.entry(root.shard).or_default().insert(index);
+        }
+        if before.surplus != health.surplus {
+            survey.with_surplus.entry(root.shard).or_default().insert(index);
         }
     }
     Some((survey, cache))
@@ -260,7 +281,7 @@ impl SurveyedStripe<'_> {
         self.nodes.iter().filter(|(is_storage, _)| *is_storage).map(|(_, held)| held)
     }
 
-    /// Adds what is missing of the stripe.
+    /// Adds what is missing, and what is surplus, of the stripe.
     fn add_to(&self, health: &mut StepHealth, cache: &mut SurvivableLossCache) {
         let all_records = self.nodes.iter().filter(|(_, held)| held.has_record).count();
         health.limit_losses(all_records.checked_sub(1));
@@ -317,9 +338,9 @@ impl SurveyedStripe<'_> {
             true => (0..self.root.k).filter(|block| !wanted.contains(block)).collect(),
             false => Vec::new(),
         };
-        let pieces_of = |held: &StripeSurvey| -> Vec<u8> {
+        let pieces_of = |held: &StripeSurvey| -> BTreeSet<u8> {
             let of_attempt = held.pieces.iter().filter(|(_, of)| *of == attempt);
-            let mut pieces: Vec<u8> = of_attempt.map(|(piece, _)| *piece).collect();
+            let mut pieces: BTreeSet<u8> = of_attempt.map(|(piece, _)| *piece).collect();
             if is_classical {
                 pieces.extend(&held.replicas);
             }
@@ -327,6 +348,16 @@ impl SurveyedStripe<'_> {
         };
         let mut present: BTreeSet<u8> = self.storing().flat_map(pieces_of).collect();
         let with_file = present.len();
+        // Before the drops are complete, the other replicas of a classical code are copies, too.
+        // Without a piece file, the copies of a block are kept replicas: none of them is surplus.
+        if matches!(self.state, StripeState::Archived { dropped: true, .. }) {
+            let is_file =
+                |piece: &&u8| self.storing().any(|held| held.pieces.contains(&(**piece, attempt)));
+            for piece in present.iter().filter(is_file) {
+                let copies = self.storing().filter(|held| pieces_of(held).contains(piece)).count();
+                health.surplus += copies as u64 - 1;
+            }
+        }
         present.extend(&past_end);
         let missing = (0..self.root.n).filter(|piece| !present.contains(piece)).count() as u64;
         health.missing += missing;
@@ -335,7 +366,7 @@ impl SurveyedStripe<'_> {
         health.records += with_file.saturating_sub(with_receipt) as u64;
         let shares = |has_blocks: bool| -> Vec<NodeShare> {
             let share = |held: &StripeSurvey| {
-                let mut pieces = pieces_of(held);
+                let mut pieces: Vec<u8> = pieces_of(held).into_iter().collect();
                 if !pieces.is_empty() {
                     pieces.extend(&past_end);
                 }

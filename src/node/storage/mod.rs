@@ -14,3 +14,4 @@ pub(super) mod put_block;
 pub(super) mod read_file;
 pub(super) mod record_names;
 pub(super) mod records_and_drops;
+pub(super) mod surplus_copies;

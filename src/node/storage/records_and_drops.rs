@@ -7,15 +7,16 @@ use super::damaged_records::{DamagedRecords, is_damaged_record};
 use super::error::StorageError;
 use super::fencing::{Fencing, parse_tombstone};
 use super::record_names::{MARK, RECEIPT_PREFIX, receipt_name, record_location};
+use super::surplus_copies::is_replaced_elsewhere;
 use crate::catalogue::record_access::{read_record, shard_state_key};
-use crate::code::{Code, CodeId, table};
+use crate::code::CodeId;
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::{
     CommitMark, Leaves, PieceForm, Receipt, Record, RemoveReason, ShardState, StripeFixed,
     StripeRecord, StripeState,
 };
-use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
+use crate::id::{Epoch, Generation, NodeId, PeerName, SaveId, ShardId, StripeId};
 use crate::node::context::NodeContext;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
@@ -41,10 +42,10 @@ const STRIPE_LOCKS: usize = 64;
 /// The service that stores and returns the records of shards and stripes, and drops replicas and
 /// pieces that receipts make redundant.
 pub(in crate::node) struct ShardRecords {
-    context: Arc<NodeContext>,
+    pub(super) context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
     damaged_records: Arc<DamagedRecords>,
-    stripe_locks: Arc<StripeLocks>,
+    pub(super) stripe_locks: Arc<StripeLocks>,
 }
 
 impl ShardRecords {
@@ -287,11 +288,7 @@ impl ShardRecords {
         self.context
             .run_on_store(move |store| {
                 let _alone = locks.lock(stripe);
-                // Another epoch may have begun since the catalogue was asked.
-                let seen = store.highest_seen_epoch();
-                if asked < seen {
-                    return Err(StorageError::CatalogueOutdated { node, asked, seen }.into());
-                }
+                ensure_epoch_is_current(store, node, asked)?;
                 let receipt = read_receipt_named_in_order(store, &call, code)?;
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Drop, stripe);
@@ -325,28 +322,11 @@ impl ShardRecords {
             })
             .await
     }
-
-    /// Drops the pieces of the committed attempt that neither this node's own receipt nor
-    /// `counting`, the valid receipt of the stripe, ascribes to this node. All pieces that
-    /// `counting` names must have been found on their nodes. Returns the number of removed files.
-    pub(in crate::node) async fn drop_surplus_pieces(
-        &self,
-        counting: Receipt,
-    ) -> Result<u32, RemoteError> {
-        let (me, locks) = (self.context.id, self.stripe_locks.clone());
-        self.context
-            .run_on_store(move |store| {
-                let _alone = locks.lock(counting.stripe);
-                trace_point(TracePoint::Drop, counting.stripe);
-                remove_surplus_pieces(store, me, &counting)
-            })
-            .await
-    }
 }
 
 /// Locks by stripe. The holder of a stripe's lock is the only one that stores a receipt of the
 /// stripe, or removes files by one.
-struct StripeLocks([Mutex<()>; STRIPE_LOCKS]);
+pub(super) struct StripeLocks([Mutex<()>; STRIPE_LOCKS]);
 
 impl Default for StripeLocks {
     fn default() -> Self {
@@ -356,10 +336,23 @@ impl Default for StripeLocks {
 
 impl StripeLocks {
     /// Waits for the lock of a stripe. Some stripes share a lock.
-    fn lock(&self, stripe: StripeId) -> MutexGuard<'_, ()> {
+    pub(super) fn lock(&self, stripe: StripeId) -> MutexGuard<'_, ()> {
         let at = (usize::from(stripe.shard.0[15]) + stripe.index as usize) % STRIPE_LOCKS;
         self.0[at].lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns an error if another epoch has begun since `node` asked the catalogue of epoch `asked`.
+pub(super) fn ensure_epoch_is_current(
+    store: &Store,
+    node: PeerName,
+    asked: Epoch,
+) -> Result<(), StorageError> {
+    let seen = store.highest_seen_epoch();
+    if asked < seen {
+        return Err(StorageError::CatalogueOutdated { node, asked, seen });
+    }
+    Ok(())
 }
 
 /// Returns this node's receipt of the attempt that the order names.
@@ -434,7 +427,7 @@ fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
 /// Removes the stripe's replicas, and the pieces and receipts of other attempts. Keeps the replicas
 /// that the receipt ascribes to this node, and all pieces of its attempt: a piece that the receipt
 /// does not ascribe may be one that a repairer has just made here. Also keeps a replica in whose
-/// place another node has a piece: it is a surplus piece ([`remove_surplus_pieces`]). Returns the
+/// place another node has a piece: it is a surplus piece ([`is_replaced_elsewhere`]). Returns the
 /// number and the size of the removed files.
 fn drop_files_outside_receipt(
     store: &Store,
@@ -466,49 +459,13 @@ fn drop_files_outside_receipt(
     Ok(answer)
 }
 
-/// Returns whether a classical code kept the replica of this block as a piece, and a repair has put
-/// a piece on another node in its place.
-fn is_replaced_elsewhere(receipt: &Receipt, me: NodeId, block: u8) -> bool {
-    let is_classical = matches!(table::by_id(receipt.code), Some(Code::Rs(_)));
-    let piece = receipt.pieces.get(usize::from(block));
-    is_classical && piece.is_some_and(|piece| piece.form == PieceForm::File && piece.node != me)
-}
-
-/// Removes the pieces of the attempt that neither this node's receipt nor `counting` ascribes to
-/// this node. Returns the number of removed files.
-fn remove_surplus_pieces(
-    store: &Store,
-    me: NodeId,
-    counting: &Receipt,
-) -> Result<u32, RemoteError> {
-    let (stripe, of_attempt) = (counting.stripe, counting.attempt);
-    let here = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(of_attempt))?;
-    // A receipt that does not parse is an error: it may be one that ascribes a piece to this node.
-    let here = here.map(|bytes| Receipt::parse(&bytes)).transpose()?;
-    let is_ours = |file: FileName| {
-        here.iter().chain([counting]).any(|receipt| {
-            let mut ours = receipt.pieces.iter().filter(|piece| piece.node == me);
-            ours.any(|piece| receipt.file_of(piece) == file)
-        })
-    };
-    let mut files = 0;
-    for (key, _) in store.list_all_files(stripe)? {
-        let is_piece = match key.name {
-            FileName::Piece { attempt, .. } => attempt == of_attempt,
-            FileName::Replica { block } => is_replaced_elsewhere(counting, me, block),
-        };
-        let is_surplus = is_piece && !is_ours(key.name);
-        files += u32::from(is_surplus && store.remove_file(key)?);
-    }
-    Ok(files)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::code::RsCode;
     use crate::format::records::ReceiptPiece;
     use crate::id::Attempt;
+    use crate::node::storage::surplus_copies::find_surplus_files;
     use crate::store::BlockSpec;
 
     const STRIPE: StripeId = StripeId { shard: ShardId([7; 16]), index: 0 };
@@ -556,9 +513,9 @@ mod tests {
         own.pieces[1].node = me;
         let (scope, file) = (RecordScope::Stripe(STRIPE), receipt_name(own.attempt));
         store.put_record_file(scope, &file, &own.to_bytes().unwrap()).unwrap();
-        assert_eq!(remove_surplus_pieces(&store, me, &moved).unwrap(), 0);
+        assert_eq!(find_surplus_files(&store, me, &moved).unwrap(), []);
         store.put_record_file(scope, &file, &moved.to_bytes().unwrap()).unwrap();
-        assert_eq!(remove_surplus_pieces(&store, me, &moved).unwrap(), 1);
-        assert_eq!(store.list_all_files(STRIPE).unwrap().len(), 0);
+        let replica = FileKey::replica(STRIPE, 1);
+        assert_eq!(find_surplus_files(&store, me, &moved).unwrap(), [replica]);
     }
 }

@@ -41,5 +41,5 @@ mod watch_request;
 
 pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::CoordinatorError;
-pub(crate) use receipts::{ArchivedAttempt, choose_receipt_that_counts};
+pub(crate) use receipts::{ArchivedAttempt, ReceiptUse, choose_receipt_that_counts};
 pub use step_repair::{RepairCause, RepairEventSender, RepairLimits, StripesByShard};

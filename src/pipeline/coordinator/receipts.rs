@@ -2,6 +2,7 @@
 //! where the pieces are, and finding one whose pieces are all in place.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
 
@@ -11,10 +12,14 @@ use super::{Coordinator, CoordinatorError};
 use crate::code::{CodeId, reconstruct, table};
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot};
 use crate::id::{Attempt, Generation, NodeId};
+use crate::net::call::address;
 use crate::pipeline::record_fetch::{self, StripeInfo};
 use crate::plan::Plan;
 use crate::topology::Directory;
-use crate::wire::calls::{GetRecord, PutReceipt, RecordName};
+use crate::wire::calls::{GetRecord, PutReceipt, RecordName, VerifyFile};
+
+/// Time limit for a node to read a piece, including the time in the node's queue.
+const READ_LIMIT: Duration = Duration::from_secs(300);
 
 impl OwnedStripe<'_> {
     /// Returns the call that stores the receipt on a node.
@@ -100,6 +105,15 @@ pub(super) struct FoundReceipts {
     pub answered: BTreeSet<NodeId>,
 }
 
+/// The use that a node makes of a receipt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReceiptUse {
+    /// It stores the receipt, which it lacks.
+    Fetch,
+    /// It drops the surplus copies that it has.
+    DropSurplus,
+}
+
 /// The attempt by which a stripe is archived, according to the shard's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ArchivedAttempt {
@@ -157,12 +171,14 @@ pub(crate) fn choose_receipt_that_counts(
 impl Coordinator {
     /// Returns the receipt that says where the pieces of an archived stripe are. Returns `None` if
     /// no receipt does, if some piece is not on its node now, or if the node of some piece is
-    /// leaving or has left.
+    /// leaving or has left. For [`ReceiptUse::DropSurplus`], also returns `None` if the node of some
+    /// piece does not have the receipt or may not receive data. This node need not have the receipt.
     pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,
         index: u32,
         archived: ArchivedAttempt,
+        purpose: ReceiptUse,
     ) -> Result<Option<Receipt>, CoordinatorError> {
         let directory = self.fetch_directory().await?;
         let leaves = record_fetch::fetch_leaves(&self.caller, &directory, root).await?;
@@ -172,17 +188,39 @@ impl Coordinator {
         let found = self.fetch_all_receipts(&info, &directory, root, archived.attempt).await;
         let counting = choose_receipt_that_counts(&found.by_node, archived);
         let Some(receipt) = counting else { return Ok(None) };
-        // The pieces and replicas of a leaving node may be gone soon.
         let is_file = |piece: &&ReceiptPiece| match piece.form {
             PieceForm::Replica { block } => info.fixed.cut.block_len(block) > 0,
             PieceForm::File => true,
         };
-        let mut files = receipt.pieces.iter().filter(is_file);
-        if files.any(|piece| directory.is_leaving_or_left(piece.node)) {
+        // The pieces and replicas of a leaving node may be gone soon. A node without the receipt may
+        // drop its piece: it may rely on an older receipt, which names another node for the piece.
+        let keeps = |node: NodeId| {
+            let has_receipt = node == self.me || found.by_node.get(&node) == Some(receipt);
+            has_receipt && directory.can_receive_data(node)
+        };
+        let is_kept = |piece: &ReceiptPiece| match purpose {
+            ReceiptUse::Fetch => !directory.is_leaving_or_left(piece.node),
+            ReceiptUse::DropSurplus => keeps(piece.node),
+        };
+        if !receipt.pieces.iter().filter(is_file).all(is_kept) {
             return Ok(None);
         }
         let held = self.find_present_pieces(&info, &directory, receipt).await;
         Ok((held.len() == receipt.pieces.len()).then(|| receipt.clone()))
+    }
+
+    /// Has a piece of a stripe read by the node that the receipt names for it. Returns whether the
+    /// piece is whole; `false` also if the node does not answer.
+    pub(crate) async fn is_piece_whole(
+        &self,
+        receipt: &Receipt,
+        piece: &ReceiptPiece,
+    ) -> Result<bool, CoordinatorError> {
+        let directory = self.fetch_directory().await?;
+        let Some(node) = directory.address(piece.node) else { return Ok(false) };
+        let call = VerifyFile { stripe: receipt.stripe, file: receipt.file_of(piece) };
+        let checked = self.caller.call_within(&address(&node), &call, READ_LIMIT).await;
+        Ok(checked.is_ok_and(|is_bad| !is_bad))
     }
 
     /// Asks all live nodes of the ring, and those in the stripe's record, for their receipt of an

@@ -10,10 +10,13 @@ use super::owned_stripe::OwnedStripe;
 use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, CoordinatorError};
 use crate::format::FormatError;
-use crate::format::records::{CommitMark, Receipt, Record, Saved, StripeRecord};
+use crate::format::records::{
+    CommitMark, PieceForm, Receipt, ReceiptPiece, Record, Saved, StripeRecord,
+};
 use crate::id::NodeId;
 use crate::net::call::CallError;
 use crate::pipeline::record_fetch::describe_record;
+use crate::repair_policy::PiecesByDomain;
 use crate::topology::Directory;
 use crate::wire::Call;
 use crate::wire::calls::{GetRecord, PutLeaves, PutMark, PutPlaces, RecordName, RepairOptions};
@@ -58,8 +61,9 @@ impl OwnedStripe<'_> {
 
     /// Sends the receipt to the nodes that it names, that answer, and that lack it: first to the
     /// `spares`, which have pieces that no older receipt names there, and to the others only if all
-    /// spares have it. A receipt that parses is replaced only by one of a greater order. `found`
-    /// are the receipts that nodes had before.
+    /// spares have it. If nothing of the stripe is missing, also sends it to the nodes that are to
+    /// drop their surplus copies. A receipt that parses is replaced only by one of a greater order.
+    /// `found` are the receipts that nodes had before.
     pub(super) async fn put_missing_receipts(
         &self,
         receipt: &Receipt,
@@ -90,6 +94,47 @@ impl OwnedStripe<'_> {
                 self.put_if_lacking(node, record, &is_right, &call, options, outcome).await;
             }
         }
+        if outcome.lacking.is_empty() && outcome.away.is_empty() && outcome.problems.is_empty() {
+            for node in self.choose_nodes_to_tell(receipt, found) {
+                let get = GetRecord { shard: self.shard.root.shard, record };
+                let to = (&self.directory, node);
+                match self.coordinator.put_if_lacking(to, get, &is_right, &call, options).await {
+                    Ok(is_lacking) => outcome.records += u64::from(is_lacking),
+                    // Nothing is missing: the node only keeps its surplus copies for now.
+                    Err(error) => {
+                        let (stripe, node) = (receipt.stripe, self.directory.name(node));
+                        tracing::info!(%stripe, node, %error, "a node with surplus copies did not take the receipt that counts");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Returns the nodes that may drop surplus copies once they have the receipt: they have one of a
+    /// lower order, and the receipt does not name them. Leaves out a node with a copy that is worth
+    /// more than its space: one in a failure domain with at least two pieces fewer than that of the
+    /// piece, or a kept replica of a block of which the receipt names another kept replica, because
+    /// replicas are dropped without a look at the other copy.
+    fn choose_nodes_to_tell(
+        &self,
+        receipt: &Receipt,
+        found: &BTreeMap<NodeId, Receipt>,
+    ) -> Vec<NodeId> {
+        let ring = self.directory.current_ring(&self.shard.root);
+        let domains = PiecesByDomain::new(&ring, receipt.pieces.iter().map(|piece| piece.node));
+        let is_worth_its_space = |old: &ReceiptPiece| {
+            receipt.pieces.get(usize::from(old.piece)).is_none_or(|new| {
+                let are_replicas = old.form != PieceForm::File && new.form != PieceForm::File;
+                are_replicas || domains.would_balance_move(new.node, old.node)
+            })
+        };
+        let may_be_told = |node: NodeId, old: &Receipt| {
+            old.order < receipt.order
+                && receipt.pieces.iter().all(|piece| piece.node != node)
+                && !old.pieces.iter().any(|piece| piece.node == node && is_worth_its_space(piece))
+        };
+        let nodes = found.iter().filter(|(node, old)| may_be_told(**node, old));
+        nodes.map(|(node, _)| *node).collect()
     }
 
     /// Returns whether the node has this record with exactly these bytes; `false` also if the node

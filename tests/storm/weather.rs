@@ -152,6 +152,8 @@ impl Director {
         match fault {
             Fault::Stop { machine, leaves } => self.take_down(machine, leaves).await,
             Fault::Blackout { leaves } => {
+                // All are away before the first of them is taken down, which takes a while.
+                self.tell(|weather| weather.away.extend(0..self.down.len()));
                 (0..self.down.len()).for_each(|machine| self.world.cut_power(machine));
                 for machine in 0..self.down.len() {
                     self.take_down(machine, leaves).await;

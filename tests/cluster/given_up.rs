@@ -203,7 +203,7 @@ async fn a_node_that_was_given_up_comes_back() {
     let again = give_up(&client, 1, CHAIN, &all).await;
     assert_eq!((again.summary.pieces, again.notes), (0, vec![]), "the node answers");
     assert_eq!(pieces_by_machine(&world).values().sum::<usize>() as u64, 12 + made, "surplus");
-    // Another node dies. The one that came back is the only spare, and has the surplus piece.
+    // Another node dies. The one that came back is the only spare, and may still have the surplus piece.
     let next = all.iter().copied().find(|at| *at != dead).unwrap();
     let (out, _) = restore(&client, 1).await.unwrap();
     assert_eq!(read_file(&*out, "weights"), content(LEN, 1));

@@ -113,6 +113,7 @@ impl Rounds {
             *step = step.clone().with_health(health, now);
         }
         self.to_repair.retain(|step| step.health.needs_repair());
+        keep_worst(&mut self.to_repair);
     }
 
     /// Stops the running repair before its next stripe, plan or copy.
@@ -323,7 +324,7 @@ impl AutomaticRepair {
             add_health(&mut result, &health);
             let (save, saved_at, is_unknown) = (saved.save, saved.saved_at, false);
             let (version, now) = (rounds.nodes.version(), self.context.clock.now());
-            // Steps that keep their surplus copies must not crowd out others.
+            // The list is limited, and steps whose surplus copies stay may be many.
             if !health.is_degraded() && self.lock_ledger().is_settled(save, health, version, now) {
                 continue;
             }
@@ -368,7 +369,7 @@ impl AutomaticRepair {
             let is_settled = ledger.is_settled(step.save, step.health, version, now);
             let is_put_off = ledger.not_before.get(&step.save).is_some_and(|until| now < *until);
             Some(step.save) != running
-                && is_repair_due(step.health.is_urgent, step.since, now, grace)
+                && is_repair_due(step.health.is_urgent(), step.since, now, grace)
                 && !step.is_unknown
                 && !is_put_off
                 && !is_settled
@@ -442,7 +443,7 @@ impl AutomaticRepair {
         }
         let mut ledger = self.lock_ledger();
         ledger.running = None;
-        ledger.wants_survey |= !repaired.as_ref().is_err_and(gives_way);
+        ledger.wants_survey |= health.is_degraded() && !repaired.as_ref().is_err_and(gives_way);
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
                 tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "an automatic repair completed; the parts of the nodes in `away`, if there are any, are still missing");
@@ -461,7 +462,7 @@ impl AutomaticRepair {
             // The step was removed, is to be archived or has another owner, or the repair was
             // stopped.
             Err(error) if gives_way(&error) => {
-                return tracing::info!(%job, step = %number, %error, "an automatic repair ended early: after a lease period the step is tried again, if it is still degraded");
+                return tracing::info!(%job, step = %number, %error, "an automatic repair ended early: after a lease period the step is tried again, if anything is still missing or surplus");
             }
             Err(error) => error.to_string(),
         };

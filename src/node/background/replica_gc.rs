@@ -5,7 +5,8 @@
 //!
 //! A node scans what it holds, a part in each lease period. It drops such files on the evidence
 //! that it requires for any drop: the catalogue says that the stripe is archived and its replicas
-//! are dropped, and the node has the receipt. The scan covers every stripe once whenever the node
+//! are dropped, and the node has the receipt. A piece of the archived attempt goes only after
+//! another node has read its copy of the piece (docs/semantics.md, 11, *On another node*). The scan covers every stripe once whenever the node
 //! has registered after its start or after failures. After that it covers only the stripes with a
 //! file that no receipt on this node ascribes to this node.
 
@@ -83,8 +84,10 @@ impl ReplicaGc {
     pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
         let (mut cursor, mut by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
         let (mut scan_failures, mut drop_failures) = (FailureLog::default(), FailureLog::default());
+        let lease = self.context.settings.lease;
+        let mut pause = lease;
         loop {
-            self.context.clock.sleep(self.context.settings.lease).await;
+            self.context.clock.sleep(pause).await;
             self.disk_space.move_tombstones_to_files().await;
             if self.has_returned.swap(false, Ordering::Relaxed) {
                 (cursor, by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
@@ -108,10 +111,10 @@ impl ReplicaGc {
                 by = ReceiptFilter::AnyReceipt;
             }
             let mut is_complete = true;
-            // Other nodes read whole files for the drops of surplus copies. So that a node which has
-            // come back with many copies does not keep them busy, it asks for at most half of the
-            // time.
-            let read_until = self.context.clock.now() + self.context.settings.lease;
+            // Other nodes read whole files for the drops of surplus copies. A node that has come back
+            // with many copies must not keep them busy, so it asks for at most half of the time.
+            let begun_at = self.context.clock.now();
+            let read_until = begun_at + lease;
             for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
                 if let Err(error) = self.drop_unreferenced_files(of_shard, read_until).await {
                     is_complete = false;
@@ -123,6 +126,7 @@ impl ReplicaGc {
             if is_complete {
                 drop_failures.record_success();
             }
+            pause = lease.max(self.context.clock.now() - begun_at);
         }
     }
 
@@ -226,12 +230,16 @@ impl ReplicaGc {
             return Ok(0);
         }
         let coordinator = self.context.coordinator();
+        let is_kept = |why: &str| {
+            tracing::debug!(%stripe, pieces = ?surplus, why, "surplus copies are kept for now");
+            Ok(0)
+        };
         for piece in counting.pieces.iter().filter(|piece| surplus.contains(&piece.piece)) {
             if !coordinator.is_piece_whole(&counting, piece).await? {
-                return Ok(0);
+                return is_kept("a piece that is elsewhere is damaged or was not read");
             }
         }
-        // The reading may have taken long or found damage, so everybody is asked again.
+        // The reading may have taken long, so the catalogue and all nodes are asked again.
         let until = self.context.clock.now() + self.context.settings.lease / 2;
         let evidence = DropEvidence { asked: catalogue.epoch(), until };
         let state_key = shard_state_key(stripe.shard);
@@ -239,12 +247,12 @@ impl ReplicaGc {
         let ArchivedAttempt { attempt, generation, code } = archived;
         let expected = StripeState::Archived { attempt, generation, code, dropped: true };
         if state.and_then(|(state, _)| state.stripe(stripe.index)) != Some(expected) {
-            return Ok(0);
+            return is_kept("the state of the stripe has changed");
         }
-        match find().await?.filter(|found| *found == counting) {
-            Some(_) => self.shard_records.drop_surplus_pieces(counting, surplus, evidence).await,
-            None => Ok(0),
+        if find().await?.is_none_or(|found| found != counting) {
+            return is_kept("the receipts or pieces on other nodes have changed");
         }
+        self.shard_records.drop_surplus_pieces(counting, surplus, evidence).await
     }
 
     /// Returns the valid receipt of an archived stripe, if all pieces that it names are on the

@@ -58,7 +58,7 @@ impl Settled {
     /// Returns whether a step with this health is left alone while the list of nodes has this
     /// version.
     pub(super) fn holds_for(&self, version: u64, health: StepHealth, now: Duration) -> bool {
-        // A repair lets nodes drop surplus copies, and they take their time.
+        // Nodes drop surplus copies some time after the repair, so their number may fall.
         let has_more_surplus = health.surplus > self.health.surplus;
         let known = StepHealth { surplus: health.surplus, ..self.health };
         self.version == version && known == health && !has_more_surplus && now < self.until
@@ -85,7 +85,7 @@ mod tests {
 
     const WHOLE: StepHealth = StepHealth {
         survives: Some(2),
-        is_urgent: false,
+        has_urgent_stripe: false,
         missing: 0,
         missing_bytes: 0,
         records: 0,

@@ -32,7 +32,7 @@ pub(in crate::node) struct StepHealth {
     /// if no node has the leaves of a shard or the record of a stripe.
     pub(in crate::node) survives: Option<u32>,
     /// Whether an archived stripe can still be read, but survives no further loss.
-    pub(in crate::node) is_urgent: bool,
+    pub(in crate::node) has_urgent_stripe: bool,
     /// Number of pieces and replicas that are missing.
     pub(in crate::node) missing: u64,
     /// Number of bytes of these pieces and replicas.
@@ -47,7 +47,7 @@ impl StepHealth {
     /// The health of a step of which nothing has been surveyed.
     const WHOLE: StepHealth = StepHealth {
         survives: Some(u32::MAX),
-        is_urgent: false,
+        has_urgent_stripe: false,
         missing: 0,
         missing_bytes: 0,
         records: 0,
@@ -59,8 +59,13 @@ impl StepHealth {
         self.missing > 0 || self.records > 0
     }
 
-    /// Returns whether a repair has anything to do: to make what is missing, or to end what keeps
-    /// nodes from dropping surplus copies.
+    /// Returns whether the step is to be repaired without a grace.
+    pub(in crate::node) fn is_urgent(&self) -> bool {
+        self.is_degraded() && self.has_urgent_stripe
+    }
+
+    /// Returns whether a repair has anything to do: to make missing parts, or to send receipts to
+    /// nodes with surplus copies, which drop them then.
     pub(in crate::node) fn needs_repair(&self) -> bool {
         self.is_degraded() || self.surplus > 0
     }
@@ -380,7 +385,7 @@ impl SurveyedStripe<'_> {
         let survives = cache
             .survivable_losses(wanted.clone(), Some(code), shares(false))
             .or_else(|| cache.survivable_losses(wanted, Some(code), shares(true)));
-        health.is_urgent |= survives == Some(0);
+        health.has_urgent_stripe |= survives == Some(0);
         health.limit_losses(survives);
     }
 }

@@ -14,7 +14,7 @@ use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store};
 use crate::wire::RemoteError;
 
-/// The age of what a node was told before it drops surplus copies.
+/// The limits of the evidence on which surplus copies are dropped.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::node) struct DropEvidence {
     /// The epoch of the catalogue that was asked, read before it answered.

@@ -209,8 +209,8 @@ impl Coordinator {
         Ok((held.len() == receipt.pieces.len()).then(|| receipt.clone()))
     }
 
-    /// Has a piece of a stripe read by the node that the receipt names for it. Returns whether the
-    /// piece is whole; `false` also if the node does not answer.
+    /// Asks the node that the receipt names for a piece to read it. Returns whether the piece is
+    /// whole; `false` also if the node does not answer.
     pub(crate) async fn is_piece_whole(
         &self,
         receipt: &Receipt,

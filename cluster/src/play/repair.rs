@@ -62,6 +62,7 @@ pub fn run(
     let folder = stage.daemons.folder(node).to_string_lossy().into_owned();
     let path = stage.daemons.on(node, "sh", &["-c", LOSE, "sh", &folder, lost])?;
     stage.daemons.revive(&[node])?;
+    std::thread::sleep(RESTART_IS_KNOWN);
     let meter = Meter::start(&stage.daemons)?;
     let done = stage.daemons.client(&["repair", &step, "--plan", plan], MOVE_LIMIT)?;
     let report = done["steps"].get(0).context("its JSON has no step")?;
@@ -78,6 +79,11 @@ pub fn run(
     }
     Ok(run)
 }
+
+/// Time after which the other daemons know that a daemon has restarted: their keep-alive packets are
+/// answered by a reset. Before that, a stream over a connection to the earlier process fails, and the
+/// repair tries again.
+const RESTART_IS_KNOWN: Duration = Duration::from_secs(2);
 
 /// Number of stripes that are repaired at once when a node is lost.
 const STRIPES_AT_ONCE: &str = "32";

@@ -72,7 +72,8 @@ async fn assert_restores(world: &World) {
     assert!(read_file(&*out, "weights") == content(LEN, 1));
 }
 
-/// Nobody runs a command. A node is away until its pieces were made elsewhere, and comes back.
+/// Automatic repair does all of it: a node is away until its pieces are made on other nodes, and
+/// drops its own copies after it has come back.
 #[tokio::test(start_paused = true)]
 async fn a_node_that_comes_back_drops_what_was_made_elsewhere() {
     for plan in [PlanChoice::Chain, PlanChoice::BestStar] {
@@ -183,7 +184,7 @@ async fn a_surplus_copy_stays_while_a_node_lacks_the_receipt() {
     assert!(copies.is_subset(&left), "{left:?}");
 }
 
-/// What nodes said too long ago is no evidence for a drop.
+/// A node drops nothing if the answers of the other nodes are older than half a lease period.
 #[tokio::test(start_paused = true)]
 async fn a_surplus_copy_stays_while_nodes_answer_slowly() {
     let mut world = World::simulated(7, &[(6, 4)], 64 << 10, 1).await;

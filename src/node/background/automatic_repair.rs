@@ -328,9 +328,9 @@ impl AutomaticRepair {
             if !health.is_degraded() && self.lock_ledger().is_settled(save, health, version, now) {
                 continue;
             }
-            let new = StepToRepair { job, step, save, saved_at, health, since: now, is_unknown };
-            let known = known.get(&save).map(|known| known.clone().with_health(health, now));
-            to_repair.push(StepToRepair { since: known.map_or(now, |known| known.since), ..new });
+            let known = known.get(&save).cloned();
+            let since = known.map_or(now, |known| known.with_health(health, now).since);
+            to_repair.push(StepToRepair { job, step, save, saved_at, health, since, is_unknown });
             if to_repair.len() >= 2 * MAX_TO_REPAIR {
                 keep_worst(&mut to_repair);
             }

@@ -6,9 +6,10 @@
 //! A node scans what it holds, a part in each lease period. It drops such files on the evidence
 //! that it requires for any drop: the catalogue says that the stripe is archived and its replicas
 //! are dropped, and the node has the receipt. A piece of the archived attempt goes only after
-//! another node has read its copy of the piece (docs/semantics.md, 11, *On another node*). The scan covers every stripe once whenever the node
-//! has registered after its start or after failures. After that it covers only the stripes with a
-//! file that no receipt on this node ascribes to this node.
+//! another node has read its copy of the piece (docs/semantics.md, 11, *On another node*). The scan
+//! covers every stripe once whenever the node has registered after its start or after failures.
+//! After that it covers only the stripes with a file that no receipt on this node ascribes to this
+//! node.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -230,13 +231,13 @@ impl ReplicaGc {
             return Ok(0);
         }
         let coordinator = self.context.coordinator();
-        let is_kept = |why: &str| {
+        let keep = |why: &str| {
             tracing::debug!(%stripe, pieces = ?surplus, why, "surplus copies are kept for now");
             Ok(0)
         };
         for piece in counting.pieces.iter().filter(|piece| surplus.contains(&piece.piece)) {
             if !coordinator.is_piece_whole(&counting, piece).await? {
-                return is_kept("a piece that is elsewhere is damaged or was not read");
+                return keep("a piece that is elsewhere is damaged or was not read");
             }
         }
         // The reading may have taken long, so the catalogue and all nodes are asked again.
@@ -247,10 +248,10 @@ impl ReplicaGc {
         let ArchivedAttempt { attempt, generation, code } = archived;
         let expected = StripeState::Archived { attempt, generation, code, dropped: true };
         if state.and_then(|(state, _)| state.stripe(stripe.index)) != Some(expected) {
-            return is_kept("the state of the stripe has changed");
+            return keep("the state of the stripe has changed");
         }
         if find().await?.is_none_or(|found| found != counting) {
-            return is_kept("the receipts or pieces on other nodes have changed");
+            return keep("the receipts or pieces on other nodes have changed");
         }
         self.shard_records.drop_surplus_pieces(counting, surplus, evidence).await
     }

@@ -240,7 +240,8 @@ fn add_shard_records(shard: ShardId, answers: &[NodeAnswer], survey: &mut StepSu
     }
 }
 
-/// Adds what is missing, and what is surplus, of a page of stripes. Returns `None` if a stripe is not one of the shard.
+/// Adds what is missing, and what is surplus, of a page of stripes. Returns `None` if a stripe is not
+/// one of the shard.
 fn judge_page(
     root: &ShardRoot,
     geometry: Geometry,

@@ -42,7 +42,8 @@ impl ShardRecords {
     /// nothing after `evidence.until`. Returns the number of removed files.
     ///
     /// # Errors
-    /// [`StorageError::CatalogueOutdated`](super::error::StorageError::CatalogueOutdated) if another epoch has begun since the evidence was read.
+    /// [`StorageError::CatalogueOutdated`](super::error::StorageError::CatalogueOutdated) if another
+    /// epoch has begun since the evidence was read.
     pub(in crate::node) async fn drop_surplus_pieces(
         &self,
         counting: Receipt,

@@ -56,6 +56,8 @@ mod refused;
 mod removal;
 #[path = "cluster/repair.rs"]
 mod repair;
+#[path = "cluster/repair_rate.rs"]
+mod repair_rate;
 #[path = "cluster/restores.rs"]
 mod restores;
 #[path = "cluster/ring_changes.rs"]

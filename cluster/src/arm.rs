@@ -213,7 +213,7 @@ pub struct Beside {
 pub enum ConcurrentRepair {
     /// Nothing is repaired.
     None,
-    /// The catalogue server repairs, for a share of the time (`repair.share`).
+    /// The catalogue server repairs, at a share of the links' rate (`repair.share`).
     Automatic,
     /// A person repairs, and the repair has no limit.
     Manual,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::error::ConfigError;
 use super::layers::{Layers, Value};
 
-/// The default share of the time for which automatic repair works.
+/// The default of [`RepairRules::share_percent`].
 const DEFAULT_SHARE_PERCENT: u8 = 25;
 /// The default of [`RepairRules::grace`].
 const DEFAULT_GRACE: Duration = Duration::from_secs(120);
@@ -15,8 +15,8 @@ const DEFAULT_BRAKE_PERCENT: u8 = 15;
 /// The rules of automatic repair, which the catalogue server applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RepairRules {
-    /// The percentage of the time for which repairs work; they pause for the rest of it. 0: nothing
-    /// is repaired automatically.
+    /// The percentage of the rate of the links at which repairs send. 0: nothing is repaired
+    /// automatically.
     pub share_percent: u8,
     /// The time for which a step is degraded before it is repaired, unless its repair is urgent.
     /// Also the time for which a node is away before it is given up for replicas. A node is given

@@ -5,6 +5,7 @@
 pub mod busy_retry;
 pub mod coordinator;
 pub mod executor;
+pub mod rate_limiter;
 pub mod read;
 pub mod record_fetch;
 pub mod upload;

@@ -469,6 +469,8 @@ calls! {
         coordinator: NodeId,
         /// The node that holds the block.
         from: NodeAddress,
+        /// The rate, in bytes a second, at which the node reads the block. `None`: as fast as it can.
+        bytes_per_s: Option<u64>,
     } -> ();
     /// Removes all files of a save whose tombstone is durable on enough nodes. Returns the number
     /// of bytes removed.

@@ -40,6 +40,9 @@ pub struct Order {
     pub fingerprint_key: [u8; 32],
     /// The implementation that multiplies.
     pub codec: Codec,
+    /// The rate, in bytes a second, at which a hop without incoming streams sends, all its streams
+    /// together. `None`: as fast as it can.
+    pub bytes_per_s: Option<u64>,
     /// The hops of the node.
     pub hops: Vec<HopOrder>,
     /// Replicas that stay in place as systematic pieces and must be read back and proven: (piece,

@@ -108,7 +108,7 @@ pub struct StripeSurvey {
 /// Answer to [`GetRepairStatus`](super::calls::GetRepairStatus).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RepairStatus {
-    /// The percentage of the time for which automatic repair works; 0: it is turned off.
+    /// The percentage of the links' rate at which automatic repair sends; 0: it is turned off.
     pub share_percent: u8,
     /// The result of the last survey; `None` before the first one has ended.
     pub survey: Option<SurveyResult>,

@@ -63,7 +63,7 @@ async fn until_surveyed(client: &Client, is_right: impl Fn(&SurveyResult) -> boo
 }
 
 /// Replaces the disk of a machine by an empty one. Waits until `live` nodes are live.
-async fn empty_disk_while(world: &mut World, machine: usize, live: usize) {
+pub async fn empty_disk_while(world: &mut World, machine: usize, live: usize) {
     world.kill(machine).await;
     world.replace(machine);
     world.boot(machine);

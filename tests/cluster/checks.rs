@@ -443,6 +443,7 @@ async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
         generation: Generation { epoch: Epoch(1), counter: 1000 },
         coordinator: NodeId(1),
         from: world.node_address(*source),
+        bytes_per_s: None,
     };
     let forger = world.between(*source, Forger).await;
     world.until_live(4).await;

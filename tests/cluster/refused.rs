@@ -141,6 +141,7 @@ fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
             generation,
             coordinator,
             from,
+            bytes_per_s: None,
         }),
         frame(PurgeSave { save: root.save }),
         frame(PutLeaves { bytes: vec![], owner, coordinator }),

@@ -238,6 +238,7 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
             generation,
             coordinator: NodeId(1),
             from: source.clone(),
+            bytes_per_s: None,
         };
         let burying = async {
             for _ in 0..turns {
@@ -337,6 +338,7 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
                         generation,
                         coordinator,
                         from,
+                        bytes_per_s: None,
                     };
                     node.ask(&holder, &call).await
                 }
@@ -441,6 +443,7 @@ async fn a_grave_fences_what_comes_late_also_after_a_restart() {
             generation: Generation { counter: 1000, ..begun.generation },
             coordinator: NodeId(1),
             from: world.node_address(3),
+            bytes_per_s: None,
         };
         let error = node.ask(&holder, &fetch).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");

@@ -99,6 +99,7 @@ fn order() -> Order {
         cut: cut(),
         fingerprint_key: [0x0f; 32],
         codec: Codec::ReedSolomonErasure,
+        bytes_per_s: Some(1_310_720),
         hops: vec![hop],
         kept: vec![(0, 0), (1, 1)],
     }
@@ -539,6 +540,7 @@ fn orders(calls: &mut Calls) {
                 generation,
                 coordinator,
                 from: address(),
+                bytes_per_s: Some(1_310_720),
             },
             (),
         )

@@ -97,6 +97,7 @@ fn order(hops: Vec<HopOrder>) -> Order {
         cut: CUT,
         fingerprint_key: KEY,
         codec: Codec::Kernel,
+        bytes_per_s: None,
         hops,
         kept: Vec::new(),
     }

@@ -77,7 +77,7 @@ pub struct Scenario {
     /// The rate of a link.
     #[serde(default)]
     pub link_gbit: f64,
-    /// The share of the time for which repairs work, in percent.
+    /// The share of the links at which repairs send, in percent.
     #[serde(default = "default_share")]
     pub share_percent: u8,
     /// `repair.grace_s`.

@@ -16,7 +16,7 @@ Examples:
 A node does the work; this command shows its progress, and may be interrupted and run again. A piece is made on the
 node that had it; what belongs to nodes that do not answer is named. If the node of --node does not answer, it is given
 up, and its pieces are made on others. `rapidraid verify` finds damage that nobody has noticed yet: run it first.
-The catalogue server repairs automatically, a quarter of the time; see `rapidraid status`.
+The catalogue server repairs automatically, at a quarter of the links' rate; see `rapidraid status`.
 Plans: chain  the survivors add their pieces to one stream, in about the time of one block
        star   the node of the missing piece receives all of them (for comparison)
 The exit code is 1 while anything is known to be missing.

@@ -27,7 +27,7 @@ use crate::node::catalogue_server::repair_survey::{
 };
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::{RetrySchedule, scan_interval};
-use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairLimits};
+use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairLimits, RepairRate};
 use crate::repair_policy::{AwayNodes, RepairPriority, is_repair_due};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
@@ -135,13 +135,14 @@ struct LastSurvey {
 pub(in crate::node) struct AutomaticRepair {
     context: Arc<NodeContext>,
     ledger: Mutex<RepairLedger>,
+    rate: Arc<RepairRate>,
 }
 
 impl AutomaticRepair {
     /// Creates the service.
     pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
         let ledger = Mutex::new(RepairLedger::new(context.settings.lease));
-        Self { context, ledger }
+        Self { context, ledger, rate: Arc::default() }
     }
 
     fn lock_ledger(&self) -> MutexGuard<'_, RepairLedger> {
@@ -199,6 +200,7 @@ impl AutomaticRepair {
         let limits = RepairLimits {
             given_up: rounds.nodes.given_up().clone(),
             share_percent: rules.share_percent,
+            rate: self.rate.clone(),
             stripes: if health.is_degraded() { stripes } else { with_surplus },
             stop: CancellationToken::new(),
         };

@@ -15,6 +15,7 @@ use crate::net::call::{CallError, address};
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::pipeline::executor::Executor;
+use crate::pipeline::rate_limiter::RateLimiter;
 use crate::pipeline::read::request_verification;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::BlockSpec;
@@ -111,10 +112,12 @@ impl ReplicaCopies {
         };
         let mut writer =
             self.context.run_on_store(move |store| store.create_block_writer(spec, None)).await?;
+        let mut limiter = RateLimiter::new(self.context.clock.clone(), call.bytes_per_s);
         let mut left = call.len_bytes;
         while left > 0 {
             let chunk = self.block_writes.read_next_chunk(&mut exchange.recv, left).await?;
             left -= chunk.len() as u64;
+            limiter.wait(chunk.len() as u64).await;
             writer = self.block_writes.write_chunk(writer, chunk).await?;
         }
         // Whatever the source sends, only bytes with the root of the record are stored.

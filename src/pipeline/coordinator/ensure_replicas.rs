@@ -229,7 +229,7 @@ impl OwnedStripe<'_> {
         held: &mut FilesByNode,
     ) -> Result<(), CoordinatorError> {
         let (stripe, block) = (self.info.fixed.stripe, recreation.block);
-        match self.order_replica_copy(recreation).await {
+        match self.order_replica_copy(recreation, None).await {
             Err(error) if error.kind() == ErrorKind::Lost => {
                 tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; this run does not archive the stripe");
                 // The block counts as lost only if every node of the ring answers.
@@ -240,9 +240,11 @@ impl OwnedStripe<'_> {
         }
     }
 
+    /// Has a replica copied at `bytes_per_s`, or as fast as possible.
     pub(super) async fn order_replica_copy(
         &self,
         Recreation { block, from, to }: Recreation,
+        bytes_per_s: Option<u64>,
     ) -> Result<(), CoordinatorError> {
         let (stripe, name) = (self.info.fixed.stripe, |node| self.directory.name(node));
         tracing::info!(%stripe, block, from = name(from), to = name(to), "recreating a replica");
@@ -258,6 +260,7 @@ impl OwnedStripe<'_> {
             generation: self.shard.generation,
             coordinator: self.coordinator.me,
             from: source,
+            bytes_per_s,
         };
         let caller = &self.coordinator.caller;
         Ok(caller.call_within(&address(&target), &call, FETCH_LIMIT).await?)

@@ -15,8 +15,9 @@
 //! a stripe that is not archived. `record_repair` sends nodes the records that they lack. `moves`
 //! chooses other nodes for pieces whose nodes are given up. `stripe_counts` counts the stripes that
 //! an archiving has left. `node_loads` counts the hops that a
-//! repair has given to each node, so that plans prefer nodes with few hops. `lease_keeper` keeps
-//! the lease under which a coordinator owns requests and shards.
+//! repair has given to each node, so that plans prefer nodes with few hops. `repair_rate` limits the
+//! rate of automatic repairs. `lease_keeper` keeps the lease under which a coordinator owns requests
+//! and shards.
 
 mod archive_request;
 mod drop_replicas;
@@ -32,6 +33,7 @@ mod piece_repair;
 mod plan_execution;
 mod receipts;
 mod record_repair;
+mod repair_rate;
 mod replica_repair;
 mod step_repair;
 mod stripe_archiving;
@@ -42,4 +44,5 @@ mod watch_request;
 pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::CoordinatorError;
 pub(crate) use receipts::{ArchivedAttempt, ReceiptUse, choose_receipt_that_counts};
+pub use repair_rate::RepairRate;
 pub use step_repair::{RepairCause, RepairEventSender, RepairLimits, StripesByShard};

@@ -15,13 +15,15 @@ use crate::wire::NodeAddress;
 use crate::wire::order::{Codec, HopOrder, InputOrder, Order, OutputOrder, RunReport};
 
 impl OwnedStripe<'_> {
-    /// Builds one order for each node of the plan. Returns the orders in node-id order.
+    /// Builds one order for each node of the plan. Hops that receive no stream send at most
+    /// `bytes_per_s`. Returns the orders in node-id order.
     pub(super) fn build_orders(
         &self,
         plan: &Plan,
         checked: &Checked,
         code: &Code,
         codec: Codec,
+        bytes_per_s: Option<u64>,
     ) -> Result<Vec<NodeOrder>, CoordinatorError> {
         let receivers = map_stream_receivers(plan);
         let (coordinator, shard) = (self.coordinator, self.shard);
@@ -42,6 +44,7 @@ impl OwnedStripe<'_> {
                 cut: plan.cut,
                 fingerprint_key: shard.root.fingerprint_key,
                 codec,
+                bytes_per_s,
                 hops: hops.collect::<Result<_, _>>()?,
                 kept: kept.collect(),
             };

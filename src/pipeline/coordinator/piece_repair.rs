@@ -44,6 +44,8 @@ struct ArchivedStripe<'a> {
     unproven: BTreeSet<u8>,
     code: &'a Code,
     task: RepairTask<'a>,
+    /// Time by which limits of the rate have lengthened the plans so far.
+    limit_delay: Duration,
 }
 
 /// The pieces of a receipt, by whether their nodes have them.
@@ -98,10 +100,17 @@ impl OwnedStripe<'_> {
             let moves = self.plan_moves((&receipt, &found.answered), &code, &refused, task).await?;
             let intended = receipt.with_entries(&moves, self.shard.generation);
             let unproven = self.find_unproven(&receipt, &moves);
-            let mut archived =
-                ArchivedStripe { stripe: self, receipt: intended, unproven, code: &code, task };
+            let mut archived = ArchivedStripe {
+                stripe: self,
+                receipt: intended,
+                unproven,
+                code: &code,
+                task,
+                limit_delay: Duration::ZERO,
+            };
             let mut made = StripeOutcome::default();
             archived.make_all_missing_pieces(&mut made).await?;
+            made.limit_delay = archived.limit_delay;
             let (done, failed) = archived.split_by_success(&moves).await;
             let is_elsewhere =
                 |moved: &ReceiptPiece| receipt.pieces[usize::from(moved.piece)].node != moved.node;
@@ -416,11 +425,23 @@ impl ArchivedStripe<'_> {
         let (stripe, code) = (info.fixed.stripe, self.code);
         coordinator.ensure_may_go_on(shard, self.task).await?;
         let (plan, checked) = self.build_plan(sources, targets)?;
-        let orders = self.stripe.build_orders(&plan, &checked, code, Codec::Kernel)?;
+        // Each link of the chain carries a block for each piece that the plan makes.
+        let bytes = targets.len() as u64 * info.fixed.cut.block_bytes;
+        let limit = self.task.choose_limit(bytes, coordinator.clock.now());
+        let bytes_per_s = limit.map(|limit| limit.bytes_per_s);
+        let orders = self.stripe.build_orders(&plan, &checked, code, Codec::Kernel, bytes_per_s)?;
         trace_point(TracePoint::Reserve, stripe);
         coordinator.reserve_parts(&orders).await?;
         trace_point(TracePoint::Run, stripe);
-        let reports = coordinator.run_parts(&orders, &plan, directory).await?;
+        let begun_at = coordinator.clock.now();
+        let reports = coordinator.run_parts(&orders, &plan, directory).await;
+        let now = coordinator.clock.now();
+        let took = now.saturating_sub(begun_at);
+        self.limit_delay += limit.map_or(Duration::ZERO, |limit| limit.delay_of(took));
+        let reports = reports?;
+        if limit.is_none() {
+            self.task.record_rate(bytes, took, now);
+        }
         trace_point(TracePoint::Proof, stripe);
         for piece in targets.iter().map(|target| target.piece as u8) {
             let (node, root) = self.stripe.verify_piece(&plan, code, &reports, piece)?;

@@ -1,6 +1,7 @@
 //! Making the missing replicas of a stripe that is not archived.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use super::CoordinatorError;
 use super::ensure_replicas::{
@@ -172,6 +173,7 @@ impl ReplicaRepair<'_> {
             let is_complete = self.make_blocks(spare, &blocks, &mut made).await?;
             outcome.replicas += made.replicas;
             outcome.made_bytes += made.made_bytes;
+            outcome.limit_delay += made.limit_delay;
             if is_complete {
                 return Ok(SpareResult::Complete(spare));
             }
@@ -187,10 +189,29 @@ impl ReplicaRepair<'_> {
         Ok(SpareResult::AllFailed)
     }
 
-    async fn copy_replica(&self, recreation: Recreation) -> Result<(), CoordinatorError> {
-        let OwnedStripe { coordinator, shard, .. } = self.stripe;
+    /// Has a replica copied, or rebuilt if the source's copy is damaged. Adds the time by which a
+    /// limit of the rate has lengthened the copy to `limit_delay`. A rebuild has no limit.
+    async fn copy_replica(
+        &self,
+        recreation: Recreation,
+        is_source_good: bool,
+        limit_delay: &mut Duration,
+    ) -> Result<(), CoordinatorError> {
+        let OwnedStripe { coordinator, shard, info, .. } = self.stripe;
         coordinator.ensure_may_go_on(shard, self.task).await?;
-        self.stripe.order_replica_copy(recreation).await
+        let bytes = info.fixed.blocks[recreation.block].len_bytes;
+        let begun_at = coordinator.clock.now();
+        let limit = self.task.choose_limit(bytes, begun_at).filter(|_| is_source_good);
+        let bytes_per_s = limit.map(|limit| limit.bytes_per_s);
+        let copied = self.stripe.order_replica_copy(recreation, bytes_per_s).await;
+        let now = coordinator.clock.now();
+        let took = now.saturating_sub(begun_at);
+        *limit_delay += limit.map_or(Duration::ZERO, |limit| limit.delay_of(took));
+        copied?;
+        if limit.is_none() && is_source_good {
+            self.task.record_rate(bytes, took, now);
+        }
+        Ok(())
     }
 
     /// Makes the replicas of `blocks` that node `to` lacks. Returns whether the node has all of `blocks`
@@ -214,7 +235,11 @@ impl ReplicaRepair<'_> {
             };
             let made = match self.task.options.is_dry_run() {
                 true => Ok(()),
-                false => self.copy_replica(Recreation { block, from, to }).await,
+                false => {
+                    let (recreation, delay) =
+                        (Recreation { block, from, to }, &mut outcome.limit_delay);
+                    self.copy_replica(recreation, holder.is_some(), delay).await
+                }
             };
             match made {
                 Ok(()) => {

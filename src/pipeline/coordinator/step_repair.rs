@@ -2,7 +2,7 @@
 //! have lost of them (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -15,6 +15,7 @@ use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
 use super::node_loads::NodeLoads;
 use super::owned_shard::OwnedShard;
+use super::repair_rate::{RepairRate, TransferLimit};
 use super::stripe_counts::StripeCounts;
 use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, list_shard_roots};
@@ -43,19 +44,29 @@ const WORK_BEFORE_PAUSE: Duration = Duration::from_secs(1);
 const DROPS_WAIT: Duration = Duration::from_secs(600);
 /// Longest pause of an automatic repair.
 const MAX_PAUSE: Duration = Duration::from_secs(600);
+/// Shortest pause of an automatic repair. An archiving or a requested repair that waits for the
+/// shard looks at it at least once meanwhile.
+const MIN_PAUSE: Duration = Duration::from_millis(500);
+const _: () = assert!(MIN_PAUSE.as_millis() >= 2 * OWNER_POLL.as_millis());
+/// How long a requested repair waits for another repair to give a shard back. An automatic repair
+/// does so after each stripe.
+const REPAIRER_WAIT: Duration = Duration::from_secs(120);
 
 /// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
 pub type StripesByShard = BTreeMap<ShardId, BTreeSet<u32>>;
 
 /// The conditions of an automatic repair: its stripes, the nodes that are given up, its share of
-/// the time, and the token that stops it.
+/// the links, and the token that stops it.
 #[derive(Debug, Clone, Default)]
 pub struct RepairLimits {
     /// The nodes that are given up.
     pub given_up: GivenUp,
-    /// The percentage of the time for which the repair works. It pauses for the rest, and owns no
+    /// The percentage of the rate of the links at which the repair sends. Work without a limit of
+    /// its rate takes this percentage of the time; the repair pauses for the rest, and owns no
     /// shard meanwhile.
     pub share_percent: u8,
+    /// The rate of the links, as automatic repairs have measured it.
+    pub rate: Arc<RepairRate>,
     /// The stripes that are repaired.
     pub stripes: StripesByShard,
     /// Cancelled to end the repair before its next stripe, plan or copy.
@@ -63,10 +74,17 @@ pub struct RepairLimits {
 }
 
 impl RepairLimits {
-    /// Returns the pause after work of this duration.
-    fn pause_after(&self, work: Duration) -> Duration {
+    /// Returns the pause after work of this duration; zero if the repair has no share to keep to.
+    /// Limits of the rate have lengthened the work by `limit_delay`, which counts as a part of the
+    /// pause.
+    fn pause_after(&self, work: Duration, limit_delay: Duration) -> Duration {
         let share = u32::from(self.share_percent.clamp(1, 100));
-        (work.saturating_mul(100 - share) / share).min(MAX_PAUSE)
+        if share == 100 {
+            return Duration::ZERO;
+        }
+        let unlimited = work.saturating_sub(limit_delay);
+        let pause = unlimited.saturating_mul(100 - share) / share;
+        pause.saturating_sub(limit_delay).clamp(MIN_PAUSE, MAX_PAUSE)
     }
 }
 
@@ -97,6 +115,20 @@ impl<'a> RepairTask<'a> {
         match self.cause {
             RepairCause::Request(_) => None,
             RepairCause::Survey(limits) => Some(limits),
+        }
+    }
+
+    /// Returns the limit for a transfer of `bytes` through one link. `None` if it sends as fast as
+    /// it can.
+    pub fn choose_limit(self, bytes: u64, now: Duration) -> Option<TransferLimit> {
+        let limits = self.limits()?;
+        limits.rate.choose_limit(limits.share_percent, bytes, now)
+    }
+
+    /// Records the rate of a transfer that had no limit and succeeded. `now` is its end.
+    pub fn record_rate(self, bytes: u64, took: Duration, now: Duration) {
+        if let Some(limits) = self.limits() {
+            limits.rate.record(bytes, took, now);
         }
     }
 
@@ -284,16 +316,25 @@ impl StepRepair<'_> {
         }
     }
 
-    /// Takes a shard. Waits for up to [`DROPS_WAIT`] while an archiving completes drops of it.
+    /// Takes a shard. Waits for up to [`DROPS_WAIT`] while an archiving completes drops of it. A
+    /// requested repair waits for any other owner for up to [`REPAIRER_WAIT`].
     async fn take_shard(&self, root: &ShardRoot) -> Result<OwnedShard, CoordinatorError> {
         let coordinator = self.coordinator;
-        let end = coordinator.clock.now() + DROPS_WAIT;
+        let begun_at = coordinator.clock.now();
+        let owner_wait = match self.task.limits() {
+            Some(_) => Duration::ZERO,
+            None => REPAIRER_WAIT,
+        };
         loop {
             let taken = OwnedShard::take_ownership(coordinator, root.clone(), self.lease).await;
-            let is_final = !matches!(taken, Err(CoordinatorError::Owned { .. }))
-                || coordinator.clock.now() >= end
-                || !coordinator.is_completing_drops(self.task.step_ref, root).await?;
-            if is_final {
+            if !matches!(taken, Err(CoordinatorError::Owned { .. })) {
+                return taken;
+            }
+            let waited = coordinator.clock.now().saturating_sub(begun_at);
+            let may_wait = waited < owner_wait
+                || (waited < DROPS_WAIT
+                    && coordinator.is_completing_drops(self.task.step_ref, root).await?);
+            if !may_wait {
                 return taken;
             }
             self.task.ensure_not_stopped()?;
@@ -329,7 +370,7 @@ impl StepRepair<'_> {
                 (shard.stripe_bytes(index), coordinator.clock.now() - begun_at, outcome)
             })
             .buffer_unordered(self.parallel);
-        let mut worked = Duration::ZERO;
+        let (mut worked, mut limit_delay) = (Duration::ZERO, Duration::ZERO);
         while let Some((bytes, took, outcome)) = running.next().await {
             let outcome = match outcome {
                 Ok(outcome) => outcome,
@@ -344,10 +385,11 @@ impl StepRepair<'_> {
             };
             self.lock_tally().done_bytes += bytes;
             worked += took;
+            limit_delay += outcome.limit_delay;
             let is_due = outcome.made_bytes > 0 || worked >= WORK_BEFORE_PAUSE;
             self.add_outcome(&shard.root, outcome, lacking).await;
             self.send_progress().await;
-            let pause = task.limits().map(|limits| limits.pause_after(worked));
+            let pause = task.limits().map(|limits| limits.pause_after(worked, limit_delay));
             if is_due && pause.is_some_and(|pause| !pause.is_zero()) {
                 return Ok(pause);
             }
@@ -509,5 +551,30 @@ impl RepairOptions {
     /// Returns whether the repair only counts what is missing.
     pub(super) fn is_dry_run(&self) -> bool {
         self.mode == RepairMode::DryRun
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pause(share_percent: u8, work_s: u64, limit_delay_s: u64) -> Duration {
+        let limits = RepairLimits { share_percent, ..RepairLimits::default() };
+        limits.pause_after(Duration::from_secs(work_s), Duration::from_secs(limit_delay_s))
+    }
+
+    #[test]
+    fn work_without_a_limit_takes_its_share_of_the_time() {
+        assert_eq!(pause(25, 10, 0), Duration::from_secs(30));
+        assert_eq!(pause(100, 10, 0), Duration::ZERO);
+        assert_eq!(pause(1, 10, 0), MAX_PAUSE);
+    }
+
+    #[test]
+    fn the_time_that_limits_have_cost_counts_as_pause() {
+        // Ten seconds at the full rate would pause for thirty.
+        assert_eq!(pause(25, 10 + 30, 30), MIN_PAUSE);
+        // The links were slower than the limit: twenty of fifty seconds count as work.
+        assert_eq!(pause(25, 20 + 30, 30), Duration::from_secs(30));
     }
 }

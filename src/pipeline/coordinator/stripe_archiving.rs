@@ -177,7 +177,8 @@ impl<'a> StripeArchiving<'a> {
         let plan = self.build_plan(attempt, &places)?;
         let checked = check(&plan, &self.code, Goal::Archive)
             .map_err(|source| CoordinatorError::Plan { stripe, source })?;
-        let orders = self.stripe.build_orders(&plan, &checked, &self.code, self.options.codec)?;
+        let orders =
+            self.stripe.build_orders(&plan, &checked, &self.code, self.options.codec, None)?;
 
         let started_at = clock.now();
         let proven = self.reuse_or_run_plan(&plan, &orders, generation, reuse).await?;

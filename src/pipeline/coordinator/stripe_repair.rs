@@ -25,6 +25,8 @@ pub(super) struct StripeOutcome {
     pub replicas: u64,
     /// Number of bytes of these pieces and replicas.
     pub made_bytes: u64,
+    /// Time by which limits of the rate have lengthened the repair.
+    pub limit_delay: Duration,
     /// Number of records that were written.
     pub records: u64,
     /// The nodes that do not answer, with the number of pieces and replicas that each should have.
@@ -42,6 +44,7 @@ impl StripeOutcome {
     pub fn add_round(&mut self, round: StripeOutcome) {
         self.pieces += round.pieces;
         self.made_bytes += round.made_bytes;
+        self.limit_delay += round.limit_delay;
         (self.away, self.lacking, self.problems) = (round.away, round.lacking, round.problems);
     }
 

@@ -21,6 +21,7 @@ use crate::format::geometry::StripeCut;
 use crate::gf::{self, FingerprintKey, Matrix};
 use crate::net::SendStream;
 use crate::net::frame::FramedRecv;
+use crate::pipeline::rate_limiter::RateLimiter;
 use crate::plan::{Input, Output, StreamNo};
 use crate::store::{Extent, StoredFile};
 use crate::units::GRAIN_BYTES;
@@ -64,6 +65,8 @@ pub struct HopContext {
     pub code: Code,
     /// The codec that multiplies.
     pub codec: Codec,
+    /// The rate, in bytes a second, at which a hop without incoming streams sends.
+    pub bytes_per_s: Option<u64>,
     /// The key of the fingerprints that the inputs are checked against.
     pub key: FingerprintKey,
     /// The local inputs.
@@ -259,7 +262,9 @@ pub async fn run_hop(
     let HopStreams { incoming, outgoing } = streams;
     let (to_work, arrived) = mpsc::channel(QUEUED_GRAINS);
     let (to_send, done) = mpsc::channel(QUEUED_GRAINS);
-    let receiving = receive_grains(&hop, cut, incoming, to_work, &**clock);
+    let bytes_per_s = shared.bytes_per_s.filter(|_| incoming.is_empty());
+    let limiter = RateLimiter::new(clock.clone(), bytes_per_s);
+    let receiving = receive_grains(&hop, cut, incoming, to_work, limiter, &**clock);
     let sending = send_grains(&hop, outgoing, done, &**clock);
     let step = Arc::new(HopMath { shared, hop: hop.clone(), matrix, clock: clock.clone() });
     let working = process_grains(&step, arrived, to_send, workers, &since);
@@ -271,15 +276,17 @@ pub async fn run_hop(
 }
 
 /// Reads the grains of all incoming streams, in the order of the inputs. Returns the number of
-/// bytes.
+/// bytes. The limiter sets the rate at which the hop's outgoing streams get grains.
 async fn receive_grains(
     hop: &HopOrder,
     cut: StripeCut,
     mut incoming: BTreeMap<StreamNo, IncomingStream>,
     to_work: mpsc::Sender<Vec<Bytes>>,
+    mut limiter: RateLimiter,
     clock: &dyn Clock,
 ) -> Result<u64, HopError> {
     let inputs: Vec<StreamNo> = hop.inputs.iter().filter_map(|i| input_stream(i.input)).collect();
+    let outputs = hop.outputs.iter().filter_map(|o| output_stream(o.output)).count() as u64;
     let mut in_bytes = 0;
     for grain in hop.grains.0..hop.grains.1 {
         let mut received = Vec::with_capacity(inputs.len());
@@ -296,6 +303,7 @@ async fn receive_grains(
             in_bytes += bytes.len() as u64;
             received.push(bytes);
         }
+        limiter.wait(outputs * cut.grain_len(grain)).await;
         // The channel closes only if the work or the sending failed. That failure is the hop's
         // error.
         if to_work.send(received).await.is_err() {

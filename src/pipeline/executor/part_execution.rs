@@ -334,7 +334,8 @@ impl Executor {
                 pieces.insert(piece, ProvingPieceWriter::new(writer, order.cut.block_bytes));
             }
             let key = FingerprintKey::derive(&order.fingerprint_key);
-            Ok(HopContext { cut: order.cut, code, codec: order.codec, key, files, pieces })
+            let Order { cut, codec, bytes_per_s, .. } = order;
+            Ok(HopContext { cut, code, codec, bytes_per_s, key, files, pieces })
         };
         self.workers.run(work).await?
     }
@@ -474,6 +475,7 @@ mod tests {
             cut,
             fingerprint_key: [3; 32],
             codec: Codec::Kernel,
+            bytes_per_s: None,
             hops: vec![hop],
             kept: Vec::new(),
         }

@@ -29,6 +29,7 @@ pub(super) fn order(stripe: StripeId) -> Order {
         cut,
         fingerprint_key: [1; 32],
         codec: Codec::Kernel,
+        bytes_per_s: None,
         hops: vec![HopOrder {
             grains: (0, 1),
             inputs: vec![input],
@@ -196,6 +197,7 @@ async fn orders_of_an_owner_that_is_over_are_refused_and_name_the_newer() {
                 generation,
                 coordinator: old,
                 from,
+                bytes_per_s: None,
             };
             let refusals = [
                 node.ask(&to, &places(epoch, counter, old)).await.unwrap_err(),

@@ -34,10 +34,12 @@ use crate::wire::calls::{
 
 /// Number of shards that are saved at once.
 pub(super) const SHARDS_AT_ONCE: usize = 4;
-/// Number of stripes of a save that are saved at once. A stripe sends at most 6 blocks at once.
-/// Each block keeps in memory two chunks of 256 KiB, unless the source hands out its own memory,
-/// and the bytes that the receiver has not acknowledged.
+/// Number of stripes of a save that are saved at once.
 pub(super) const STRIPES_AT_ONCE: usize = 4;
+/// Number of blocks of a save that are sent at once. Each block keeps in memory two chunks of 256
+/// KiB, unless the source hands out its own memory, and the bytes that the receiver has not
+/// acknowledged.
+const BLOCKS_AT_ONCE: usize = 24;
 /// Time limit for a node to report its epoch. A save that checks whether its epoch is over ignores
 /// a later answer.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
@@ -126,6 +128,7 @@ pub(super) struct SaveSession {
     pub(super) directory: Directory,
     pub(super) failures: Arc<FailedNodes>,
     pub(super) stripes: Semaphore,
+    pub(super) block_permits: Arc<Semaphore>,
     /// Number of bytes that were sent.
     pub(super) sent_bytes: Arc<AtomicU64>,
     /// The parts of its content that a writer of a joint save has checked after it had sent them.
@@ -265,6 +268,7 @@ impl Client {
             roots: Mutex::default(),
             failures: Arc::default(),
             stripes: Semaphore::new(STRIPES_AT_ONCE),
+            block_permits: Arc::new(Semaphore::new(BLOCKS_AT_ONCE)),
             sent_bytes: Arc::default(),
             checked_parts: AtomicU64::default(),
             progress: Arc::new(|_| ()),

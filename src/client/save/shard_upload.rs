@@ -62,6 +62,7 @@ impl SaveSession {
             key_bytes: fingerprint_key,
             generation,
             layout: Layout::new(n.into(), k.into())?,
+            block_permits: self.block_permits.clone(),
             failures: self.failures.clone(),
             progress: self.progress.clone(),
         };

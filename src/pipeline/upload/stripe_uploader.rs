@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::join_all;
-use futures_util::stream;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::Semaphore;
 
 use super::error::{BlockError, NodeFailure, SaveError};
 use super::shard_source::ShardSource;
@@ -23,8 +24,6 @@ use crate::topology::Directory;
 use crate::wire::calls::{PutRecord, RecordName};
 use crate::workers::Workers;
 
-/// Maximum number of blocks of one stripe that are sent at once.
-const BLOCKS_AT_ONCE: usize = 6;
 /// Wait before holders that failed are asked again instead of being replaced.
 const BUSY_WAIT: Duration = Duration::from_secs(1);
 /// Maximum number of consecutive retries while a holder reports that it is out of memory.
@@ -87,6 +86,9 @@ pub struct StripeUploader {
     pub generation: Generation,
     /// The layout of the stripes.
     pub layout: Layout,
+    /// A permit for each block that the save may send at once. The blocks of a stripe are sent
+    /// together if there are enough, so that its nodes receive at even rates.
+    pub block_permits: Arc<Semaphore>,
     /// The nodes that failed in any part of the save.
     pub failures: Arc<FailedNodes>,
     /// Called with the length in bytes of each block that has become durable.
@@ -171,10 +173,11 @@ impl StripeUploader {
         let step = self.layout.n() - self.layout.k();
         let sends = todo.iter().map(|&block| async move {
             let holders = (places[block], places[block + step]);
+            // The semaphore is never closed.
+            let _permit = self.block_permits.acquire().await;
             (block, self.upload_block(stripe, cut, block as u8, holders).await)
         });
-        let sends: Vec<_> = sends.collect();
-        let mut running = stream::iter(sends).buffer_unordered(BLOCKS_AT_ONCE);
+        let mut running: FuturesUnordered<_> = sends.collect();
         let mut failures = Vec::new();
         while let Some((block, result)) = running.next().await {
             match result {

@@ -35,6 +35,8 @@ pub struct Prepared {
     small: String,
     /// The node that loses its pieces next. The first one serves the catalogue and is left out.
     turn: usize,
+    /// Whether an automatic repair has measured the rate of the links.
+    is_rate_measured: bool,
 }
 
 impl Prepared {
@@ -55,7 +57,7 @@ impl Prepared {
             }
             Ok(())
         })?;
-        Ok(Self { repaired, shards, restored, small, turn: 0 })
+        Ok(Self { repaired, shards, restored, small, turn: 0, is_rate_measured: false })
     }
 }
 
@@ -81,6 +83,12 @@ pub fn run(
     let mut run = match beside.repair {
         ConcurrentRepair::Automatic => {
             until_repairing(stage)?;
+            // The first transfer measures the links. A save beside it would make the measured rate,
+            // and so the rate of all later repairs, too low.
+            if !prepared.is_rate_measured {
+                until_piece(stage, prepared, node)?;
+                prepared.is_rate_measured = true;
+            }
             let run = measure(stage, prepared, (arm, beside), round)?;
             let made = count_pieces(stage, prepared, node)?;
             ensure!(made < before, "the repair ended first: give the experiment more shards");
@@ -172,6 +180,16 @@ fn until_whole(stage: &Stage<'_>) -> Result<()> {
         ensure!(begun.elapsed() < BEGIN_LIMIT, "still degraded: {repair}");
         stage.daemons.sleep(POLL)?;
     }
+}
+
+/// Waits until the repair has made a piece on the node.
+fn until_piece(stage: &Stage<'_>, prepared: &Prepared, node: usize) -> Result<()> {
+    let begun = Instant::now();
+    while count_pieces(stage, prepared, node)? == 0 {
+        ensure!(begun.elapsed() < BEGIN_LIMIT, "the automatic repair makes no piece");
+        stage.daemons.sleep(POLL)?;
+    }
+    Ok(())
 }
 
 fn until_repairing(stage: &Stage<'_>) -> Result<()> {

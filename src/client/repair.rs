@@ -26,8 +26,9 @@ impl Client {
     /// the repair has ended.
     ///
     /// # Errors
-    /// Fails with kind `Exists` if another coordinator archives or repairs the step, or if its
-    /// archiving is requested meanwhile.
+    /// Fails with kind `Exists` if another coordinator archives the step, if another one repairs it
+    /// and does not give a shard back within three minutes, or if its archiving is requested
+    /// meanwhile.
     pub async fn repair(
         &self,
         job: &Job,

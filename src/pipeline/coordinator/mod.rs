@@ -10,7 +10,7 @@
 //! proofs; `plan_execution` runs them; `receipts` stores and finds receipts; `drop_replicas` drops
 //! the replicas.
 //!
-//! `step_repair` repairs the shards of a step. `stripe_repair` repairs one stripe. `piece_repair`
+//! `step_repair` repairs the shards of a step; `repair_task` is its task, with its limits. `stripe_repair` repairs one stripe. `piece_repair`
 //! makes the missing pieces of an archived stripe. `replica_repair` copies the missing replicas of
 //! a stripe that is not archived. `record_repair` sends nodes the records that they lack. `moves`
 //! chooses other nodes for pieces whose nodes are given up. `stripe_counts` counts the stripes that
@@ -34,6 +34,7 @@ mod plan_execution;
 mod receipts;
 mod record_repair;
 mod repair_rate;
+mod repair_task;
 mod replica_repair;
 mod step_repair;
 mod stripe_archiving;
@@ -45,4 +46,5 @@ pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::CoordinatorError;
 pub(crate) use receipts::{ArchivedAttempt, ReceiptUse, choose_receipt_that_counts};
 pub use repair_rate::RepairRate;
-pub use step_repair::{RepairCause, RepairEventSender, RepairLimits, StripesByShard};
+pub use repair_task::{RepairCause, RepairLimits, StripesByShard};
+pub use step_repair::RepairEventSender;

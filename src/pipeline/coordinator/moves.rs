@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::CoordinatorError;
 use super::ensure_replicas::{FilesByNode, has_good_replica};
 use super::owned_stripe::OwnedStripe;
-use super::step_repair::RepairTask;
+use super::repair_task::RepairTask;
 use crate::code::{Code, NodeShare, survivable_losses};
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece};
 use crate::id::{Generation, NodeId};

@@ -8,7 +8,8 @@ use super::ensure_replicas::{
     FilesByNode, MAX_SPARES, Recreation, find_good_holder, has_good_replica,
 };
 use super::owned_stripe::OwnedStripe;
-use super::step_repair::{RepairTask, ends_the_repair};
+use super::repair_task::RepairTask;
+use super::step_repair::ends_the_repair;
 use super::stripe_repair::StripeOutcome;
 use crate::id::NodeId;
 use crate::placement::Spares;

@@ -2,28 +2,26 @@
 //! have lost of them (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream;
 use tokio::sync::{Semaphore, mpsc};
-use tokio_util::sync::CancellationToken;
 
 use super::archive_request::OWNER_POLL;
 use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
 use super::node_loads::NodeLoads;
 use super::owned_shard::OwnedShard;
-use super::repair_rate::{RepairRate, TransferLimit};
+use super::repair_task::{RepairCause, RepairLimits, RepairTask};
 use super::stripe_counts::StripeCounts;
 use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, list_shard_roots};
 use crate::catalogue::record_access::{ArchiveRequest, archive_request_key, read_record};
 use crate::format::records::{Saved, ShardRoot};
-use crate::id::{LeaseId, NodeId, SaveId, ShardId, StepRef};
+use crate::id::{LeaseId, NodeId, SaveId, StepRef};
 use crate::kind::ErrorKind;
-use crate::repair_policy::GivenUp;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
 
 /// Number of stripes that a requested repair works on at once unless its options set another
@@ -38,123 +36,28 @@ const MAX_NOTES: u64 = 1000;
 /// continues.
 pub type RepairEventSender = mpsc::Sender<RepairEvent>;
 
-/// Work after which an automatic repair pauses even if it has made nothing.
+/// Work on a shard after which an automatic repair pauses even if it owes no pause.
 const WORK_BEFORE_PAUSE: Duration = Duration::from_secs(1);
 /// How long a repair waits for an archiving that only completes drops to give a shard back.
 const DROPS_WAIT: Duration = Duration::from_secs(600);
 /// Longest pause of an automatic repair.
 const MAX_PAUSE: Duration = Duration::from_secs(600);
 /// Shortest pause of an automatic repair. An archiving or a requested repair that waits for the
-/// shard looks at it at least once meanwhile.
+/// shard looks at it at least once meanwhile. A shorter pause that is owed is added to the next one.
 const MIN_PAUSE: Duration = Duration::from_millis(500);
 const _: () = assert!(MIN_PAUSE.as_millis() >= 2 * OWNER_POLL.as_millis());
 /// How long a requested repair waits for another repair to give a shard back. An automatic repair
-/// does so after each stripe.
-const REPAIRER_WAIT: Duration = Duration::from_secs(120);
+/// does so after each stripe that takes longer than [`WORK_BEFORE_PAUSE`].
+const OWNER_WAIT: Duration = Duration::from_secs(180);
 
-/// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
-pub type StripesByShard = BTreeMap<ShardId, BTreeSet<u32>>;
-
-/// The conditions of an automatic repair: its stripes, the nodes that are given up, its share of
-/// the links, and the token that stops it.
-#[derive(Debug, Clone, Default)]
-pub struct RepairLimits {
-    /// The nodes that are given up.
-    pub given_up: GivenUp,
-    /// The percentage of the rate of the links at which the repair sends. Work without a limit of
-    /// its rate takes this percentage of the time; the repair pauses for the rest, and owns no
-    /// shard meanwhile.
-    pub share_percent: u8,
-    /// The rate of the links, as automatic repairs have measured it.
-    pub rate: Arc<RepairRate>,
-    /// The stripes that are repaired.
-    pub stripes: StripesByShard,
-    /// Cancelled to end the repair before its next stripe, plan or copy.
-    pub stop: CancellationToken,
-}
-
-impl RepairLimits {
-    /// Returns the pause after work of this duration; zero if the repair has no share to keep to.
-    /// Limits of the rate have lengthened the work by `limit_delay`, which counts as a part of the
-    /// pause.
-    fn pause_after(&self, work: Duration, limit_delay: Duration) -> Duration {
-        let share = u32::from(self.share_percent.clamp(1, 100));
-        if share == 100 {
-            return Duration::ZERO;
-        }
-        let unlimited = work.saturating_sub(limit_delay);
-        let pause = unlimited.saturating_mul(100 - share) / share;
-        pause.saturating_sub(limit_delay).clamp(MIN_PAUSE, MAX_PAUSE)
-    }
-}
-
-/// The cause of a repair.
-#[derive(Debug)]
-pub enum RepairCause {
-    /// A person's request. It gives up the pieces of these nodes, and the replicas of all nodes
-    /// that are away.
-    Request(BTreeSet<NodeId>),
-    /// The catalogue server, after a survey.
-    Survey(RepairLimits),
-}
-
-/// The request that a repair carries out.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct RepairTask<'a> {
-    pub step_ref: StepRef<'a>,
-    pub options: RepairOptions,
-    pub cause: &'a RepairCause,
-    pub loads: &'a NodeLoads,
-    /// The revision of the step's archive request when the repair began; `None` if there was none.
-    request_revision: Option<u64>,
-}
-
-impl<'a> RepairTask<'a> {
-    /// Returns the limits of an automatic repair; `None` if a person asked for the repair.
-    pub fn limits(self) -> Option<&'a RepairLimits> {
-        match self.cause {
-            RepairCause::Request(_) => None,
-            RepairCause::Survey(limits) => Some(limits),
-        }
-    }
-
-    /// Returns the limit for a transfer of `bytes` through one link. `None` if it sends as fast as
-    /// it can.
-    pub fn choose_limit(self, bytes: u64, now: Duration) -> Option<TransferLimit> {
-        let limits = self.limits()?;
-        limits.rate.choose_limit(limits.share_percent, bytes, now)
-    }
-
-    /// Records the rate of a transfer that had no limit and succeeded. `now` is its end.
-    pub fn record_rate(self, bytes: u64, took: Duration, now: Duration) {
-        if let Some(limits) = self.limits() {
-            limits.rate.record(bytes, took, now);
-        }
-    }
-
-    /// Returns an error if the repair was stopped.
-    fn ensure_not_stopped(self) -> Result<(), CoordinatorError> {
-        match self.limits().is_some_and(|limits| limits.stop.is_cancelled()) {
-            true => Err(CoordinatorError::RepairStopped { what: self.step_ref.to_string() }),
-            false => Ok(()),
-        }
-    }
-
-    /// Returns whether the replicas of a node that is away are copied to a spare.
-    pub fn gives_up_replicas_of(self, node: NodeId) -> bool {
-        self.limits().is_none_or(|limits| limits.given_up.replicas.contains(&node))
-    }
-
-    /// Returns whether the pieces of a node that is away are made on spares.
-    pub fn gives_up_pieces_of(self, node: NodeId, is_urgent: bool) -> bool {
-        match self.cause {
-            RepairCause::Request(given_up) => given_up.contains(&node),
-            RepairCause::Survey(RepairLimits { given_up, .. }) => match is_urgent {
-                true => given_up.urgent_pieces.contains(&node),
-                false => given_up.pieces.contains(&node),
-            },
-        }
-    }
+/// The owner of a shard that a repair wants to take.
+enum ShardOwner {
+    /// An archiving of the step that has stripes of the shard to archive.
+    Archiving,
+    /// An archiving of the step that only completes drops of the shard.
+    CompletingDrops,
+    /// A repair, or an owner that has just given the shard back.
+    Other,
 }
 
 /// The repair of one step.
@@ -178,6 +81,8 @@ struct RepairTally {
     done_bytes: u64,
     total_bytes: u64,
     notes: u64,
+    /// The pause that an automatic repair owes.
+    owed_pause: Duration,
 }
 
 impl Coordinator {
@@ -316,25 +221,25 @@ impl StepRepair<'_> {
         }
     }
 
-    /// Takes a shard. Waits for up to [`DROPS_WAIT`] while an archiving completes drops of it. A
-    /// requested repair waits for any other owner for up to [`REPAIRER_WAIT`].
+    /// Takes a shard. Waits for up to [`DROPS_WAIT`] while an archiving completes drops of it, and
+    /// for up to [`OWNER_WAIT`], if a person asked for this repair, while another repair has it.
     async fn take_shard(&self, root: &ShardRoot) -> Result<OwnedShard, CoordinatorError> {
         let coordinator = self.coordinator;
         let begun_at = coordinator.clock.now();
-        let owner_wait = match self.task.limits() {
-            Some(_) => Duration::ZERO,
-            None => REPAIRER_WAIT,
-        };
+        let waits_for_repairs = self.task.limits().is_none() && !self.task.options.is_dry_run();
         loop {
             let taken = OwnedShard::take_ownership(coordinator, root.clone(), self.lease).await;
             if !matches!(taken, Err(CoordinatorError::Owned { .. })) {
                 return taken;
             }
             let waited = coordinator.clock.now().saturating_sub(begun_at);
-            let may_wait = waited < owner_wait
-                || (waited < DROPS_WAIT
-                    && coordinator.is_completing_drops(self.task.step_ref, root).await?);
-            if !may_wait {
+            let limit = match coordinator.find_owner(self.task.step_ref, root).await? {
+                ShardOwner::Archiving => Duration::ZERO,
+                ShardOwner::CompletingDrops => DROPS_WAIT,
+                ShardOwner::Other if waits_for_repairs => OWNER_WAIT,
+                ShardOwner::Other => Duration::ZERO,
+            };
+            if waited >= limit {
                 return taken;
             }
             self.task.ensure_not_stopped()?;
@@ -370,7 +275,7 @@ impl StepRepair<'_> {
                 (shard.stripe_bytes(index), coordinator.clock.now() - begun_at, outcome)
             })
             .buffer_unordered(self.parallel);
-        let (mut worked, mut limit_delay) = (Duration::ZERO, Duration::ZERO);
+        let mut worked = Duration::ZERO;
         while let Some((bytes, took, outcome)) = running.next().await {
             let outcome = match outcome {
                 Ok(outcome) => outcome,
@@ -385,16 +290,33 @@ impl StepRepair<'_> {
             };
             self.lock_tally().done_bytes += bytes;
             worked += took;
-            limit_delay += outcome.limit_delay;
-            let is_due = outcome.made_bytes > 0 || worked >= WORK_BEFORE_PAUSE;
+            let pause = task.limits().and_then(|limits| {
+                self.take_due_pause(limits, (worked, took), outcome.limit_delay)
+            });
             self.add_outcome(&shard.root, outcome, lacking).await;
             self.send_progress().await;
-            let pause = task.limits().map(|limits| limits.pause_after(worked, limit_delay));
-            if is_due && pause.is_some_and(|pause| !pause.is_zero()) {
+            if pause.is_some() {
                 return Ok(pause);
             }
         }
         Ok(None)
+    }
+
+    /// Adds the pause for a stripe that took this time to the one that is owed. Returns the pause to
+    /// make now, if it is long enough or if the repair has worked on the shard for long enough.
+    fn take_due_pause(
+        &self,
+        limits: &RepairLimits,
+        (worked, took): (Duration, Duration),
+        limit_delay: Duration,
+    ) -> Option<Duration> {
+        if limits.share_percent >= 100 {
+            return None;
+        }
+        let owed = &mut self.lock_tally().owed_pause;
+        *owed = limits.add_owed_pause(*owed, took, limit_delay);
+        let is_due = *owed >= MIN_PAUSE || worked >= WORK_BEFORE_PAUSE;
+        is_due.then(|| std::mem::take(owed).clamp(MIN_PAUSE, MAX_PAUSE))
     }
 
     /// Makes sure that the nodes of a shard have its records.
@@ -499,19 +421,24 @@ impl StepRepair<'_> {
 }
 
 impl Coordinator {
-    /// Returns whether the shard's owner is an archiving of the step that can only complete drops of
-    /// the shard, because all its stripes are archived.
-    async fn is_completing_drops(
+    async fn find_owner(
         &self,
         step_ref: StepRef<'_>,
         root: &ShardRoot,
-    ) -> Result<bool, CoordinatorError> {
+    ) -> Result<ShardOwner, CoordinatorError> {
         let Some((request, _)) = self.find_archive_request(step_ref).await? else {
-            return Ok(false);
+            return Ok(ShardOwner::Other);
         };
-        let Some(state) = self.fetch_shard_state(root).await? else { return Ok(false) };
-        Ok(state.owner.as_ref().is_some_and(|owner| owner.lease == request.lease)
-            && StripeCounts::of_shard(root, &state)?.unarchived == 0)
+        let Some(state) = self.fetch_shard_state(root).await? else {
+            return Ok(ShardOwner::Other);
+        };
+        if state.owner.as_ref().is_none_or(|owner| owner.lease != request.lease) {
+            return Ok(ShardOwner::Other);
+        }
+        Ok(match StripeCounts::of_shard(root, &state)?.unarchived {
+            0 => ShardOwner::CompletingDrops,
+            _ => ShardOwner::Archiving,
+        })
     }
 
     /// Returns an error if the repair was stopped, if it does not own the shard any more, or if the
@@ -551,30 +478,5 @@ impl RepairOptions {
     /// Returns whether the repair only counts what is missing.
     pub(super) fn is_dry_run(&self) -> bool {
         self.mode == RepairMode::DryRun
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn pause(share_percent: u8, work_s: u64, limit_delay_s: u64) -> Duration {
-        let limits = RepairLimits { share_percent, ..RepairLimits::default() };
-        limits.pause_after(Duration::from_secs(work_s), Duration::from_secs(limit_delay_s))
-    }
-
-    #[test]
-    fn work_without_a_limit_takes_its_share_of_the_time() {
-        assert_eq!(pause(25, 10, 0), Duration::from_secs(30));
-        assert_eq!(pause(100, 10, 0), Duration::ZERO);
-        assert_eq!(pause(1, 10, 0), MAX_PAUSE);
-    }
-
-    #[test]
-    fn the_time_that_limits_have_cost_counts_as_pause() {
-        // Ten seconds at the full rate would pause for thirty.
-        assert_eq!(pause(25, 10 + 30, 30), MIN_PAUSE);
-        // The links were slower than the limit: twenty of fifty seconds count as work.
-        assert_eq!(pause(25, 20 + 30, 30), Duration::from_secs(30));
     }
 }

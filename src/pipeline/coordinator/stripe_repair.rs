@@ -7,7 +7,7 @@ use super::ensure_replicas::FilesByNode;
 use super::owned_shard::OwnedShard;
 use super::owned_stripe::OwnedStripe;
 use super::receipts::ArchivedAttempt;
-use super::step_repair::RepairTask;
+use super::repair_task::RepairTask;
 use super::{Coordinator, CoordinatorError};
 use crate::format::records::StripeState;
 use crate::id::NodeId;

@@ -36,8 +36,8 @@ use crate::wire::calls::{
 pub(super) const SHARDS_AT_ONCE: usize = 4;
 /// Number of stripes of a save that are saved at once.
 pub(super) const STRIPES_AT_ONCE: usize = 4;
-/// Number of blocks of a save that a writer sends at once. Each block keeps in memory two chunks of 256
-/// KiB, unless the source hands out its own memory, and the bytes that the receiver has not
+/// Number of blocks of a save that a writer sends at once. Each block keeps in memory two chunks of
+/// 256 KiB, unless the source hands out its own memory, and the bytes that the receiver has not
 /// acknowledged.
 const BLOCKS_AT_ONCE: usize = 24;
 /// Time limit for a node to report its epoch. A save that checks whether its epoch is over ignores

@@ -421,6 +421,7 @@ impl StepRepair<'_> {
 }
 
 impl Coordinator {
+    /// Returns the kind of owner that a shard of the step has, after it was found to have one.
     async fn find_owner(
         &self,
         step_ref: StepRef<'_>,

@@ -16,7 +16,7 @@ const CREDIT: Duration = Duration::from_millis(10);
 const MIN_WAIT: Duration = Duration::from_millis(1);
 
 /// Delays its caller so that bytes pass at a limited rate. The limiter makes up for time that the
-/// caller left unused: for the time of one request, or for [`CREDIT`] if that is longer.
+/// caller left unused: for the time of one request, or for 10 ms if that is longer.
 pub struct RateLimiter {
     clock: Arc<dyn Clock>,
     bytes_per_s: Option<u64>,

@@ -25,7 +25,7 @@ pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
         let name = &options.name;
         match failure.kind {
             ErrorKind::Exists => failure.with_hint(format!(
-                "run `rapidraid repair --node {name}`, then try again; if there is no spare node, start a new machine, and run `rapidraid cluster replace-node {name} --by NEW` before the repair"
+                "start the other nodes that are down, run `rapidraid repair --node {name}`, then try again; if there is no spare node, start a new machine, and run `rapidraid cluster replace-node {name} --by NEW` before the repair"
             )),
             _ => failure,
         }

@@ -32,7 +32,7 @@ pub async fn run(front: &mut Front, options: Repair) -> Outcome {
         biased;
         repaired = repair_steps(front, &client, &options) => repaired,
         which = signals.next() => {
-            let hint = "run the command again to see what is left";
+            let hint = "`rapidraid repair --dry-run` counts what is left; a repair waits until the nodes have finished, and fails after three minutes";
             Err(interrupted(which, "the nodes go on with the checkpoint that was being repaired")
                 .with_hint(hint))
         }
@@ -212,7 +212,7 @@ impl CommandOutput for Repaired {
             let away = report.summary.away.iter().map(|(node, parts)| {
                 let next = match self.given_up_node.as_ref() {
                     // The notes say why.
-                    _ if !report.notes.is_empty() => "start it, or add a node".to_owned(),
+                    _ if !report.notes.is_empty() => format!("start it, or add a node, and name it by `rapidraid cluster replace-node {node} --by NEW`"),
                     Some(name) if name == node => format!("no other node can take them; add one, and name it by `rapidraid cluster replace-node {node} --by NEW`"),
                     _ => format!("start it, or run `rapidraid repair --node {node}`"),
                 };

@@ -39,7 +39,7 @@ impl CommandOutput for Replaced {
     fn text(&self, _: Paint) -> String {
         let Self { node, by } = self;
         format!(
-            "{by} takes the place of {node}. Next: stop {node}, run `rapidraid repair --node {node}`, then `rapidraid cluster remove-node {node}`\n"
+            "{by} takes the place of {node}. Next: if {node} serves the catalogue, move it (`rapidraid catalogue move`); stop {node}, run `rapidraid repair --node {node}`, then `rapidraid cluster remove-node {node}`\n"
         )
     }
 }

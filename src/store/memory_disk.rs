@@ -228,6 +228,7 @@ impl Disk for MemoryDisk {
 
     fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
         self.count_and_inject_fault(path, Effect::Read)?;
+        self.check_listable(path)?;
         let dir = self.find_dir(path)?;
         let entry = |(name, node): (&String, &TreeNode)| {
             let (is_dir, len_bytes) = match node {

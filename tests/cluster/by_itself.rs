@@ -271,6 +271,23 @@ async fn nothing_is_repaired_when_it_is_turned_off() {
     assert_eq!((later.share_percent, later.survey.unwrap().missing), (0, degraded.missing));
 }
 
+/// The step of that folder is not known, and all others are surveyed and repaired.
+#[tokio::test(start_paused = true)]
+async fn a_folder_that_a_node_cannot_read_concerns_its_step_alone() {
+    let (mut world, client) = start(7, RULES).await;
+    for step in 1..=2 {
+        save_and_archive(&client, step).await;
+    }
+    let shown = client.show_step(&job(), Some(Step(1))).await.unwrap();
+    let files = world.files_of(shown.step.saved.save);
+    let (machine, path) =
+        files.iter().find(|(machine, path)| *machine != 2 && path.ends_with(".pc")).unwrap();
+    world.machines[*machine].disk.make_folder_unreadable(path.rsplit_once('/').unwrap().0);
+    empty_disk_while(&mut world, 2, 7).await;
+    until_surveyed(&client, |survey| survey.unknown == 1 && survey.degraded == 0).await;
+    assert_whole(&client, 2, 2).await;
+}
+
 /// A node is away for an hour that was announced. Nothing is made on others before the hour is over.
 #[tokio::test(start_paused = true)]
 async fn nothing_moves_for_a_node_in_maintenance() {
@@ -299,6 +316,7 @@ async fn nothing_moves_for_a_node_in_maintenance() {
     }
     let unknown = client.set_maintenance(&"nobody".parse().unwrap(), 60).await.unwrap_err();
     assert_eq!(unknown.kind(), rapidraid::kind::ErrorKind::NotFound, "{unknown}");
+    client.set_maintenance(&"nobody".parse().unwrap(), 0).await.unwrap();
     let too_long = client.set_maintenance(&node, 8 * 24 * 3600).await.unwrap_err();
     assert_eq!(too_long.kind(), rapidraid::kind::ErrorKind::Invalid, "{too_long}");
 }

@@ -13,9 +13,10 @@ Examples:
   rapidraid repair --node node-3          the checkpoints of which this node has a part, after its disk was replaced
   rapidraid repair --dry-run              count what is missing of all checkpoints
 
-A node does the work; this command shows its progress, and may be interrupted and run again. A piece is made on the
-node that had it; what belongs to nodes that do not answer is named. If the node of --node does not answer, it is given
-up, and its pieces are made on others. `rapidraid verify` finds damage that nobody has noticed yet: run it first.
+A node does the work; this command shows its progress. After an interrupt the node finishes the checkpoint. A piece is
+made on the node that had it. Pieces of nodes that do not answer are named, and their replicas are copied to others. If
+the node of --node does not answer, it is given up, and its pieces are made on others.
+`rapidraid verify` finds damage that nobody has noticed yet: run it first.
 The catalogue server repairs automatically, at a quarter of the links' rate; see `rapidraid status`.
 Plans: chain  the survivors add their pieces to one stream, in about the time of one block
        star   the node of the missing piece receives all of them (for comparison)

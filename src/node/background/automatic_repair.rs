@@ -19,13 +19,14 @@ use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
 use crate::code::SurvivableLossCache;
 use crate::format::records::Checkpoint;
-use crate::id::{NodeId, PeerName, SaveId};
+use crate::id::{Job, NodeId, PeerName, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::node::catalogue_server::maintenance::list_maintenance;
 use crate::node::catalogue_server::repair_survey::{
     StepHealth, StepSurvey, SurveyOutcome, survey_save,
 };
 use crate::node::context::NodeContext;
+use crate::node::failure_log::FailureLog;
 use crate::node::retry_schedule::{RetrySchedule, scan_interval};
 use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairLimits, RepairRate};
 use crate::repair_policy::{AwayNodes, RepairPriority, is_repair_due};
@@ -89,6 +90,9 @@ struct Rounds {
     last_survey: Option<LastSurvey>,
     losses: SurvivableLossCache,
     running: Option<Running>,
+    round_failures: FailureLog,
+    /// The surveys that could not survey every step.
+    survey_failures: FailureLog,
 }
 
 /// A repair that runs.
@@ -114,6 +118,22 @@ impl Rounds {
         }
         self.to_repair.retain(|step| step.health.needs_repair());
         keep_worst(&mut self.to_repair);
+    }
+
+    /// Logs why a step could not be surveyed, the first one of a survey.
+    fn log_unknown(
+        &mut self,
+        not_surveyed: Option<(Job, Step, String)>,
+        unknown: u64,
+        now: Duration,
+    ) {
+        let Some((job, step, why)) = not_surveyed else {
+            self.survey_failures.record_success();
+            return;
+        };
+        if self.survey_failures.record_failure(now).is_some() {
+            tracing::warn!(%job, %step, why, unknown, "a step could not be surveyed, and is not repaired until it can be; `unknown` steps are in this state");
+        }
     }
 
     /// Stops the running repair before its next stripe, plan or copy.
@@ -160,8 +180,17 @@ impl AutomaticRepair {
                 *self.lock_ledger() = RepairLedger::new(self.context.settings.lease);
                 continue;
             }
-            if let Err(error) = self.run_round(&mut rounds).await {
-                tracing::warn!(%error, "a round of automatic repair failed; the next round tries again");
+            match self.run_round(&mut rounds).await {
+                Ok(()) if rounds.round_failures.record_success() => {
+                    tracing::info!("automatic repair works again");
+                }
+                Ok(()) => {}
+                Err(error) => {
+                    let now = self.context.clock.now();
+                    if let Some(failures) = rounds.round_failures.record_failure(now) {
+                        tracing::warn!(%error, failures, "a round of automatic repair failed; the next round tries again");
+                    }
+                }
             }
         }
     }
@@ -291,7 +320,7 @@ impl AutomaticRepair {
         let known: HashMap<SaveId, StepToRepair> =
             rounds.to_repair.iter().map(|known| (known.save, known.clone())).collect();
         let (mut to_repair, mut result) = (Vec::new(), SurveyResult::default());
-        let mut survives = Some(u32::MAX);
+        let (mut survives, mut not_surveyed) = (Some(u32::MAX), None);
         let catalogue = self.context.catalogue();
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
@@ -310,7 +339,10 @@ impl AutomaticRepair {
             let surveyed = self.survey_step(saved.save, &directory, rounds).await?;
             let health = match surveyed {
                 SurveyOutcome::Gone => continue,
-                SurveyOutcome::Unknown => {
+                SurveyOutcome::Changing | SurveyOutcome::Unknown(_) => {
+                    if let SurveyOutcome::Unknown(why) = surveyed {
+                        not_surveyed = not_surveyed.or(Some((job, step, why)));
+                    }
                     (result.steps, result.unknown) = (result.steps + 1, result.unknown + 1);
                     let before = known.get(&saved.save).cloned();
                     to_repair.extend(before.map(|step| StepToRepair { is_unknown: true, ..step }));
@@ -338,6 +370,7 @@ impl AutomaticRepair {
             }
         }
         keep_worst(&mut to_repair);
+        rounds.log_unknown(not_surveyed, result.unknown, self.context.clock.now());
         result.survives = survives.filter(|_| result.steps > result.unknown);
         let degraded = |step: &&StepToRepair| !step.is_unknown && step.health.is_degraded();
         let worst = to_repair.iter().filter(degraded).take(MAX_WORST);
@@ -449,11 +482,10 @@ impl AutomaticRepair {
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
                 tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "an automatic repair completed; the parts of the nodes in `away`, if there are any, are still missing");
-                // If nothing was made and nobody is away, something that a node lacks was not seen, for
-                // example because the node did not answer for a moment. Surplus copies that stay are
-                // looked at again, too.
-                let is_explained = pieces + replicas + records > 0 || !away.is_empty();
-                let until = match is_explained && health.is_degraded() {
+                // If nobody is away and something is missing later, it was not seen now, or was lost
+                // since. Surplus copies that stay are looked at again, too.
+                let is_left_away = !away.is_empty();
+                let until = match is_left_away && health.is_degraded() {
                     true => Duration::MAX,
                     false => self.context.clock.now().saturating_add(SETTLED_WAIT),
                 };

@@ -115,10 +115,8 @@ pub(in crate::node) enum CatalogueServerError {
     )]
     RingTooSmall { node: PeerName, checkpoint: String, remaining: usize, needed: u8, away: String },
     /// The survey of a step was not complete.
-    #[error(
-        "what nodes have of {job}/{step} is not known: a live node did not answer, or the step is changing; try again"
-    )]
-    StepNotSurveyed { job: Job, step: Step },
+    #[error("what nodes have of {job}/{step} is not known: {why}; try again")]
+    StepNotSurveyed { job: Job, step: Step, why: String },
     /// Too few of the other storage nodes report that they have no commit mark of a save: the node
     /// that is to be removed may have one.
     #[error(

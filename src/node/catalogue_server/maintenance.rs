@@ -31,15 +31,16 @@ impl MaintenanceCalls {
     /// Begins, prolongs or ends the maintenance of a node.
     ///
     /// # Errors
-    /// Fails with kind `NotFound` if the node is not registered, and with kind `Invalid` if the
-    /// time is too long.
+    /// Fails with kind `NotFound` if a maintenance begins and the node is not registered, and with
+    /// kind `Invalid` if the time is too long.
     pub(in crate::node) async fn set_maintenance(
         &self,
         call: SetMaintenance,
     ) -> Result<(), RemoteError> {
         let SetMaintenance { node, seconds } = call;
         let catalogue = self.context.catalogue();
-        if catalogue.get(&format!("{NODES}{node}")).await?.is_none() {
+        // A maintenance can be ended also after the node was removed.
+        if seconds > 0 && catalogue.get(&format!("{NODES}{node}")).await?.is_none() {
             return Err(CatalogueServerError::NodeNotRegistered { node }.into());
         }
         if seconds > MAX_MAINTENANCE_SECONDS {

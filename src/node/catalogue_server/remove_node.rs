@@ -169,11 +169,12 @@ impl NodeRemoval {
             saves.unknown.retain(|save| before.contains(save));
             let rest = &saves.committed - &complete;
             let mut is_waiting = !saves.naming.is_empty() || !saves.unknown.is_empty();
-            unsettled = rest.first().cloned();
+            unsettled =
+                rest.first().map(|save| (save.clone(), "it has just been saved".to_owned()));
             for save in rest {
                 match self.check_complete_without(catalogue, name, &save, &mut losses).await? {
-                    true => drop(complete.insert(save)),
-                    false => (is_waiting, unsettled) = (true, Some(save)),
+                    None => drop(complete.insert(save)),
+                    Some(why) => (is_waiting, unsettled) = (true, Some((save, why))),
                 }
             }
             if is_waiting {
@@ -186,15 +187,15 @@ impl NodeRemoval {
         }
         saves.refuse_if_pending()?;
         match unsettled {
-            Some(SaveRef { job, step, .. }) => {
-                Err(CatalogueServerError::StepNotSurveyed { job, step }.into())
+            Some((SaveRef { job, step, .. }, why)) => {
+                Err(CatalogueServerError::StepNotSurveyed { job, step, why }.into())
             }
             None => Ok(()),
         }
     }
 
-    /// Checks that nothing of the save is missing without the node. Returns `false` if this could
-    /// not be determined, because a node did not answer or the step is changing.
+    /// Checks that nothing of the save is missing without the node. Returns the reason if this could
+    /// not be determined.
     ///
     /// # Errors
     /// Fails with kind `Exists` if something is missing.
@@ -204,12 +205,13 @@ impl NodeRemoval {
         name: &PeerName,
         save: &SaveRef,
         losses: &mut SurvivableLossCache,
-    ) -> Result<bool, RemoteError> {
+    ) -> Result<Option<String>, RemoteError> {
         let directory = read_directory_without(catalogue, name).await?;
         let health = match survey_save(&self.context, save.save, &directory, losses).await? {
             SurveyOutcome::Known(survey) => survey.health,
-            SurveyOutcome::Gone => return Ok(true),
-            SurveyOutcome::Unknown => return Ok(false),
+            SurveyOutcome::Gone => return Ok(None),
+            SurveyOutcome::Changing => return Ok(Some("the step is changing".to_owned())),
+            SurveyOutcome::Unknown(why) => return Ok(Some(why)),
         };
         if health.is_degraded() {
             let SaveRef { job, step, .. } = save.clone();
@@ -218,7 +220,7 @@ impl NodeRemoval {
                 CatalogueServerError::MissingWithoutNode { node, job, step, missing, records };
             return Err(missing.into());
         }
-        Ok(true)
+        Ok(None)
     }
 
     /// Lists the saves that may use the node.

@@ -101,9 +101,10 @@ impl StepSurvey {
 #[derive(Debug, Clone)]
 pub(in crate::node) enum SurveyOutcome {
     Known(StepSurvey),
-    /// A live node did not answer, the state of a shard changed meanwhile, or a record of a shard
-    /// does not parse.
-    Unknown,
+    /// The state of a shard changed meanwhile.
+    Changing,
+    /// The step could not be surveyed, for this reason.
+    Unknown(String),
     /// The save was removed.
     Gone,
 }
@@ -124,16 +125,16 @@ pub(in crate::node) async fn survey_save(
     let mut is_empty = true;
     while let Some((key, entry)) = roots.next().await? {
         is_empty = false;
-        let Ok(root) = parse_record::<ShardRoot>(&key, &entry.value) else {
-            return Ok(SurveyOutcome::Unknown);
+        let root = match parse_record::<ShardRoot>(&key, &entry.value) {
+            Ok(root) => root,
+            Err(error) => return Ok(SurveyOutcome::Unknown(error.to_string())),
         };
         let state_key = shard_state_key(root.shard);
         let read = || read_record::<ShardState>(&*catalogue, &state_key);
         let state = match read().await {
             // One damaged record must not end the survey of all other steps.
             Err(error @ CatalogueError::Record { .. }) => {
-                tracing::warn!(%save, %error, "a step cannot be surveyed, and is not repaired: a record of one of its shards does not parse");
-                return Ok(SurveyOutcome::Unknown);
+                return Ok(SurveyOutcome::Unknown(error.to_string()));
             }
             read => read?,
         };
@@ -141,12 +142,12 @@ pub(in crate::node) async fn survey_save(
             return Ok(SurveyOutcome::Gone);
         };
         let mut shard = ShardSurveyor { context, root: Arc::new(root), directory };
-        if !shard.survey_stripes(&state, &mut survey, cache).await {
-            return Ok(SurveyOutcome::Unknown);
+        if let Err(why) = shard.survey_stripes(&state, &mut survey, cache).await {
+            return Ok(SurveyOutcome::Unknown(why));
         }
         // The answers may belong to a newer state.
         if read().await?.is_none_or(|(now, _)| now.deleting || now.runs != state.runs) {
-            return Ok(SurveyOutcome::Unknown);
+            return Ok(SurveyOutcome::Changing);
         }
     }
     Ok(if is_empty { SurveyOutcome::Gone } else { SurveyOutcome::Known(survey) })
@@ -170,18 +171,21 @@ struct NodeAnswer {
 
 impl ShardSurveyor<'_> {
     /// Asks the live nodes of the ring for what they have, and adds what is missing to `survey`.
-    /// Returns `false` if one of the nodes did not answer, or if the shard's records contradict
-    /// each other.
+    ///
+    /// # Errors
+    /// Returns the reason if one of the nodes did not say what it has, or if the shard's records
+    /// contradict each other.
     async fn survey_stripes(
         &mut self,
         state: &ShardState,
         survey: &mut StepSurvey,
         cache: &mut SurvivableLossCache,
-    ) -> bool {
-        let Ok(geometry) = self.root.geometry() else { return false };
+    ) -> Result<(), String> {
+        let contradiction = || "the records of one of its shards contradict each other".to_owned();
+        let geometry = self.root.geometry().map_err(|_| contradiction())?;
         let mut states = (0..geometry.stripes()).zip(state.states());
         for first in (0..geometry.stripes().max(1)).step_by(STRIPES_PER_SURVEY as usize) {
-            let Some(answers) = self.ask_nodes(first).await else { return false };
+            let answers = self.ask_nodes(first).await?;
             if first == 0 {
                 add_shard_records(self.root.shard, &answers, survey);
             }
@@ -191,36 +195,44 @@ impl ShardSurveyor<'_> {
             let (root, known) = (self.root.clone(), std::mem::replace(survey, StepSurvey::new()));
             let known_losses = std::mem::take(cache);
             let judge = move || judge_page(&root, geometry, page, &answers, known, known_losses);
-            let Ok(Some(judged)) = self.context.workers.run(judge).await else { return false };
-            (*survey, *cache) = judged;
+            let judged = self.context.workers.run(judge).await.map_err(|e| e.to_string())?;
+            (*survey, *cache) = judged.ok_or_else(contradiction)?;
         }
-        true
+        Ok(())
     }
 
-    /// Returns what the live nodes of the ring have of a page of stripes, or `None` if one of the
-    /// nodes does not answer. Returns `None` at once if one of them left an earlier call with this
-    /// directory unanswered: it is down or hangs, and each further call would take its whole time
-    /// limit.
-    async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
+    /// Returns what the live nodes of the ring have of a page of stripes.
+    ///
+    /// # Errors
+    /// Returns the reason if one of the nodes does not say what it has. Fails at once if one of
+    /// them left an earlier call with this directory unanswered: it is down or hangs, and each
+    /// further call would take its whole time limit.
+    async fn ask_nodes(&self, first: u32) -> Result<Vec<NodeAnswer>, String> {
         let directory = self.directory;
         let storage: BTreeSet<NodeId> = directory.storage().into_iter().collect();
         let asked = directory.nodes_to_ask(&self.root);
         let live: Vec<NodeId> = asked.filter(|node| directory.has_lease(*node)).collect();
-        if live.iter().any(|node| directory.is_silent(*node)) {
-            return None;
+        if let Some(silent) = live.iter().find(|node| directory.is_silent(**node)) {
+            return Err(format!("node {} does not answer", directory.name(*silent)));
         }
         let call = &SurveyShard { shard: self.root.shard, first };
         let ring = directory.current_ring(&self.root);
         let members: BTreeSet<NodeId> = ring.iter().map(|member| member.node).collect();
         let (storage, members) = (&storage, &members);
         let asks = live.into_iter().map(|node| async move {
-            let to = address(&directory.address(node)?);
-            let found = self.context.caller.call_within(&to, call, ASK_LIMIT).await;
-            if found.is_err() {
-                directory.heard(node, false);
-            }
+            let to = directory
+                .address(node)
+                .ok_or_else(|| format!("no address of node {} is known", directory.name(node)))?;
+            let found = self.context.caller.call_within(&address(&to), call, ASK_LIMIT).await;
+            let survey = found.map_err(|error| {
+                // A node that cannot read one shard can still say what it has of the others.
+                if error.is_unanswered() {
+                    directory.heard(node, false);
+                }
+                format!("node {} does not say what it has: {error}", directory.name(node))
+            })?;
             let (is_storage, is_member) = (storage.contains(&node), members.contains(&node));
-            Some(NodeAnswer { is_storage, is_member, survey: found.ok()? })
+            Ok(NodeAnswer { is_storage, is_member, survey })
         });
         join_all(asks).await.into_iter().collect()
     }

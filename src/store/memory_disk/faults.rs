@@ -1,5 +1,6 @@
 //! Injected faults of the memory disk: at a given operation or sync, or at once.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -17,6 +18,8 @@ pub(super) struct Faults {
     fail_at: Option<u64>,
     skip_sync_at: Option<u64>,
     spoil_sync_at: Option<u64>,
+    /// Folders whose entries cannot be listed.
+    unreadable_folders: HashSet<String>,
 }
 
 /// A callback that runs before each call to which faults apply. Its argument says whether the call
@@ -106,6 +109,18 @@ impl MemoryDisk {
             |file| byte < file.visible.len && file.unreadable.insert(sector) | true,
             byte + 1,
         )
+    }
+
+    /// Makes every later listing of a folder fail.
+    pub fn make_folder_unreadable(&self, path: &str) {
+        lock_ignoring_poison(&self.shared.faults).unreadable_folders.insert(path.to_owned());
+    }
+
+    pub(super) fn check_listable(&self, path: &str) -> Result<(), DiskError> {
+        match lock_ignoring_poison(&self.shared.faults).unreadable_folders.contains(path) {
+            true => Err(io_error(path, "the folder cannot be read")),
+            false => Ok(()),
+        }
     }
 
     /// Truncates a file to `len_bytes`, or extends it with zeros, in both images.

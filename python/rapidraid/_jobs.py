@@ -60,7 +60,8 @@ def refuse_skip(settings: Mapping[str, Any]) -> None:
 
 
 _opened: dict[tuple[str, Path, Any, bool], tuple[Checkpointer, dict[str, Any]]] = {}
-_lock = threading.Lock()
+#: Reentrant: a signal handler may save while this thread holds it.
+_lock = threading.RLock()
 
 
 def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
@@ -122,7 +123,7 @@ def forget_checkpointers() -> None:
 def _after_fork() -> None:
     """Lets a forked child make Checkpointers of its own with ``alone``. The others refuse the child: the ranks do not know it."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for key in [key for key in _opened if key[3]]:
         del _opened[key]
 

@@ -10,11 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from . import _native
 from ._program import connect, find_config, start_daemon
 from ._ranks import Group, Hosts, raise_together, refusal_of
+from ._signals import handlers_deferred
 from .errors import DeadlineError, InvalidError, NoDaemonError, RapidraidError, UnavailableError, of_code
 
 log = logging.getLogger("rapidraid")
@@ -37,6 +39,21 @@ LEAVE_S = 5.0
 #: Maximum time for asking the daemon what has failed, when a session ends without waiting, in
 #: seconds.
 QUICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The settings of a rank, as it tells them to the others."""
+
+    job: str
+    when_full: str
+    cluster: str
+    #: The staging folder, which the ranks of one host share.
+    instance: str
+    host: str
+    #: The id of the launch, if this is rank 0, and the time at which it was drawn.
+    launch: str
+    born_ns: int
 
 
 class Launch:
@@ -105,36 +122,42 @@ class Launch:
         """
         session: _native.Session | None = None
         failed: Exception | None = None
-        mine: tuple[str, int, str, str, str, str] | None = None
+        mine: _Settings | None = None
         try:
             if sets_signals and threading.current_thread() is not threading.main_thread():
                 raise InvalidError("save_on outside the main thread", "Python handles signals there alone: make this Checkpointer in it")
             self.config = find_config(config)
             session = connect(self.config, self.timeout, self.start)
-            mine = (secrets.token_hex(16), _native.boot_ns(), session.instance, session.cluster, self.when_full, socket.gethostname())
+            mine = _Settings(
+                self.job, self.when_full, session.cluster, session.instance, socket.gethostname(), secrets.token_hex(16), _native.boot_ns()
+            )
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         told = self.group.gather((mine, refusal_of(failed)))
         raise_together(failed, self.rank, [refusal for _, refusal in told])
         found = [of_rank for of_rank, _ in told]
         assert session is not None
-        launch, _, _, cluster, when_full, _ = found[0]
-        for rank, (_, _, _, other_cluster, other_when_full, _) in enumerate(found):
-            if other_when_full != when_full:
+        first = found[0]
+        for rank, other in enumerate(found):
+            if other.job != first.job:
+                raise InvalidError(f"rank 0 has job={first.job!r}, rank {rank} job={other.job!r}", "give all ranks the same job")
+            if other.when_full != first.when_full:
                 raise InvalidError(
-                    f"rank 0 has when_full={when_full!r}, rank {rank} when_full={other_when_full!r}", "give all ranks the same when_full"
+                    f"rank 0 has when_full={first.when_full!r}, rank {rank} when_full={other.when_full!r}",
+                    "give all ranks the same when_full",
                 )
-            if other_cluster != cluster:
-                raise InvalidError(f"rank 0 saves to cluster {cluster}, rank {rank} to {other_cluster}", "give all ranks one configuration")
-        self.hosts = Hosts.of(self.rank, [instance for _, _, instance, _, _, _ in found], [host for *_, host in found])
-        if self.hosts.are_several and when_full != "wait":
+            if other.cluster != first.cluster:
+                raise InvalidError(
+                    f"rank 0 saves to cluster {first.cluster}, rank {rank} to {other.cluster}", "give all ranks one configuration"
+                )
+        self.hosts = Hosts.of(self.rank, [other.instance for other in found], [other.host for other in found])
+        if self.hosts.are_several and first.when_full != "wait":
             raise InvalidError(
-                f"when_full={when_full!r} with {len(self.hosts.names)} hosts",
+                f"when_full={first.when_full!r} with {len(self.hosts.names)} hosts",
                 'a launch of several hosts saves every step: pass when_full="wait"',
             )
         # The time counts from the boot of a host, so each host has its own.
-        born_ns = found[self.hosts.ranks[0]][1]
-        return session, launch, born_ns
+        return session, first.launch, found[self.hosts.ranks[0]].born_ns
 
     @property
     def daemon(self) -> _native.Session:
@@ -154,7 +177,7 @@ class Launch:
         while True:
             left = until - time.monotonic()
             try:
-                with self.lock:
+                with self.lock, handlers_deferred():
                     save, notes = self.daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
                     if save is None and time.monotonic() >= look_at:
                         look_at = time.monotonic() + WARNINGS_EVERY_S
@@ -167,7 +190,13 @@ class Launch:
                     raise
                 if isinstance(error, NoDaemonError):
                     log.warning("the staging daemon is gone: it is started again")
-                    start_daemon(self.config, self.timeout)
+                    try:
+                        start_daemon(self.config, self.timeout)
+                    except NoDaemonError as failed:
+                        # The new daemon may have been killed as well.
+                        if tries == 1:
+                            raise
+                        log.warning("%s", failed.message)
                 continue
             if save is not None:
                 return save, notes
@@ -234,6 +263,16 @@ class Launch:
             except UnavailableError as error:
                 log.warning("%s", error.message)
         return self.daemon.notices(self.timeout)
+
+    def is_staged(self, step: int) -> bool:
+        """Returns whether the daemon has a step that this rank has filled. Restarts a dead daemon."""
+        try:
+            self._unraised.extend(self._take_notices())
+            self.daemon.wait(step, 0.0)
+        except RapidraidError as error:
+            log.debug("step %d is not staged: %s", step, error)
+            return False
+        return True
 
     def log_notices(self) -> None:
         """Logs failures and warnings. A wait for a failed step raises its error."""

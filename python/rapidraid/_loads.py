@@ -121,7 +121,11 @@ class Loads:
                 raise InvalidError("offline=True with several hosts", "leave it out: each host has only a part of a step in memory")
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
-        raise_together(failed, launch.rank, launch.group.gather(refusal_of(failed)))
+        told = launch.group.gather((step, refusal_of(failed)))
+        raise_together(failed, launch.rank, [refusal for _, refusal in told])
+        for rank, (other, _) in enumerate(told):
+            if other != told[0][0]:
+                raise InvalidError(f"rank 0 loads step={told[0][0]}, rank {rank} step={other}", "give all ranks the same step")
         if step is None:
             self._await_older_steps(until)
         # Each daemon has noted the step that it found under the old number, and these steps may differ. So the chosen

@@ -73,7 +73,7 @@ class Stages:
     def elsewhere(self, names: Names, room: Room) -> set[Keys]:
         """Returns the shared names that this rank's state has no place for, and that of another rank has.
 
-        Raises :class:`InvalidError` on all ranks if some ranks load with ``strict`` and others without.
+        Raises :class:`InvalidError` on all ranks if they load different steps, or some with ``strict`` and others without.
         """
         if self._elsewhere is None:
             # A collective that fails is not tried again.
@@ -81,13 +81,18 @@ class Stages:
             # The ranks load one step, so one bit for each name is enough. The bits are in the order of the sorted names.
             shared = sorted(names.shared)
             lacking = "".join("01"[not room.accepts(keys)] for keys in shared)
-            step = (names.step, len(shared))
-            told = self._gather((step, int(f"0{lacking}", 2), self._strict))
+            told = self._gather((names.step, int(f"0{lacking}", 2), self._strict))
+            steps = {other[0]: rank for rank, other in enumerate(told) if other is not None}
+            if len(steps) > 1:
+                (one, rank), (another, other_rank), *_ = steps.items()
+                raise InvalidError(
+                    f"rank {rank} loads step {one}, rank {other_rank} step {another}", "pass the same step= on all ranks, or none to resume"
+                )
             said = {other[2]: rank for rank, other in enumerate(told) if other is not None}
             if len(said) > 1:
                 raise InvalidError(f"rank {said[True]} loads with strict=True, rank {said[False]} with strict=False", "give all ranks one")
-            # A rank that failed before it knew its names may have a place for all of them. A rank that loads another step is left out.
-            bits = [0 if other is None else other[1] for other in told if other is None or other[0] == step]
+            # A rank that failed before it knew its names may have a place for all of them.
+            bits = [0 if other is None else other[1] for other in told]
             by_all = f"{functools.reduce(operator.and_, bits):0{len(shared)}b}"
             self._elsewhere = {keys for keys, here, all_ in zip(shared, lacking, by_all, strict=False) if here > all_}
         return self._elsewhere

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ._found import new_on_host, setter, with_found
-from ._leaves import Key, Keys, Maker, is_dtensor, is_tensor, show
+from ._leaves import Key, Keys, Maker, is_dtensor, is_tensor, key_of, show
 from ._modules import Named
 from .errors import InvalidError
 from .tensors import dtype_of
@@ -139,7 +139,7 @@ def walk(walk: Walk, keys: Keys, optimizer: Any, is_private: bool | None) -> Non
             private = is_private
             if private is None:
                 private = walk.world > 1 and not (member.is_declared or is_dtensor(member.parameter)) and not is_dtensor(value)
-            walk.value((*below, (0, key)), value, private, setter(entries, key))
+            walk.value((*below, key_of(key, below)), value, private, setter(entries, key))
     walk.flat.finish.append(lambda found: _finish(optimizer, keys, members.by_id.values(), groups, found))
 
 
@@ -171,7 +171,7 @@ def _walk_groups(walk: Walk, keys: Keys, optimizer: Any, members: _Members, is_p
         loaded.append({key: value for key, value in group.items() if key != _MEMBERS})
         begin = len(walk.flat.leaves)
         for key, value in loaded[at].items():
-            walk.value((*below, (0, key)), value, default, setter(loaded[at], key))
+            walk.value((*below, key_of(key, below)), value, default, setter(loaded[at], key))
         for leaf in walk.flat.leaves[begin:]:
             leaf.is_optional = True
 

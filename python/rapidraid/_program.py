@@ -21,13 +21,13 @@ def find_config(config: str | os.PathLike[str] | None) -> Path:
     if config is None:
         config = os.environ.get("RAPIDRAID_CONFIG") or None
     if config is not None:
-        return Path(config)
+        return Path(config).absolute()
     base = os.environ.get("XDG_CONFIG_HOME", "")
     user = Path(base) if os.path.isabs(base) else Path.home() / ".config"
     candidates = [Path("rapidraid.toml"), user / "rapidraid" / "rapidraid.toml"]
     for candidate in candidates:
         if candidate.is_file():
-            return candidate
+            return candidate.absolute()
     tried = ", ".join(str(candidate) for candidate in candidates)
     raise NotFoundError(f"there is no configuration of a client: looked for {tried}", "pass config=, or use rapidraid.local_cluster()")
 

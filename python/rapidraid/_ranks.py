@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from .errors import ForkedError, InvalidError, RapidraidError
+
+#: How long a rank waits for the others to ask whether to end.
+TOGETHER_LIMIT = timedelta(minutes=30)
 
 
 class Group:
@@ -23,6 +28,8 @@ class Group:
         if self.distributed is None and not is_alone:
             _check_single(group)
         self.group = group
+        #: The default group, and what :meth:`is_any` uses while this is the default group.
+        self._separate: tuple[Any, Any] | None = None
         self._process = os.getpid()
         self.rank = self.distributed.get_rank(group) if self.distributed else 0
         self.world = self.distributed.get_world_size(group) if self.distributed else 1
@@ -50,14 +57,47 @@ class Group:
         """Returns the ``mine`` of every rank, in the order of the ranks."""
         if self.distributed is None or self.world == 1:
             return [mine]
+        self._refuse_child()
+        found: list[Any] = [None] * self.world
+        self.distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def is_any(self, mine: bool, launch: str, lock: AbstractContextManager[Any]) -> bool:
+        """Returns whether ``mine`` is set on any rank of the launch.
+
+        The ranks ask each other over connections that only this method uses: ``dcp.async_save`` has a thread in collectives of
+        the launch, and on another rank the two threads may come in the other order. Such a thread needs a group with gloo.
+        Without gloo this is a collective like any other, under the lock of the launch.
+        """
+        if self.distributed is None or self.world == 1:
+            return mine
+        if "gloo" not in str(self.distributed.get_backend_config(self.group)):
+            with lock:
+                return any(self.gather(mine))
+        self._refuse_child()
+        c10d = self.distributed.distributed_c10d
+        whole = self.distributed.group.WORLD
+        if self._separate is None or self._separate[0] is not whole:
+            # A group that torch knows of would have a name, on which ranks of different groups may disagree.
+            store = c10d.PrefixStore(f"rapidraid/{launch}", c10d._get_default_store())
+            self._separate = whole, c10d.ProcessGroupGloo(store, self.rank, self.world, TOGETHER_LIMIT)
+        flag = sys.modules["torch"].tensor([int(mine)])
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
+        self._separate[1].allreduce([flag], options).wait()
+        return bool(flag.item())
+
+    def close(self) -> None:
+        """Closes the connections of :meth:`is_any`."""
+        self._separate = None
+
+    def _refuse_child(self) -> None:
+        """Raises :class:`ForkedError` in a process that was forked from this rank."""
         if os.getpid() != self._process:
             raise ForkedError(
                 f"process {os.getpid()} was forked from rank {self.rank}, and is no rank of the launch",
                 "call the Checkpointer in the process that made it",
             )
-        found: list[Any] = [None] * self.world
-        self.distributed.all_gather_object(found, mine, group=self.group)
-        return found
 
 
 def _check_single(group: Any) -> None:

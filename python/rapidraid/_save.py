@@ -13,7 +13,7 @@ from ._launch import Launch
 from ._leaves import Flat
 from ._plan import Plan, Sources, make_plan
 from ._ranks import raise_together, refusal_of
-from .errors import BusyError, InvalidError, NotFoundError, RapidraidError
+from .errors import BusyError, InvalidError, NotFoundError, RapidraidError, UnavailableError
 from .state import flatten
 
 log = logging.getLogger("rapidraid")
@@ -65,6 +65,7 @@ class Saver:
             flat = Flat(error=error)
         for warning in flat.warnings:
             log.warning("%s", warning)
+        self._compare_settings()
         plan = make_plan(flat, launch.rank, launch.world, launch.group.gather, launch.allow_pickle, launch.group.is_default)
         failed: Exception | None = None
         try:
@@ -82,6 +83,14 @@ class Saver:
             self._add_segments(launch.daemon.make_ordered_segments(launch.timeout))
         except RapidraidError as error:
             log.warning("the second segment is not made now: %s", error)
+
+    def _compare_settings(self) -> None:
+        """Raises :class:`InvalidError` on all ranks if ``keep`` or ``abandon_later`` differ."""
+        told = self._launch.group.gather((self._keep or None, self._abandon_later))
+        for rank, other in enumerate(told):
+            for name, of_first, of_other in zip(("keep", "abandon_later"), told[0], other, strict=True):
+                if of_other != of_first:
+                    raise InvalidError(f"rank 0 has {name}={of_first}, rank {rank} {name}={of_other}", f"give all ranks the same {name}")
 
     def drop_plan(self) -> None:
         """Forgets the layout, and unmaps its segments."""
@@ -116,9 +125,16 @@ class Saver:
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Stages a state, as :meth:`Checkpointer.save` says."""
         launch = self._launch
-        launch.raise_notices()
         if self.plan is None:
-            self.prepare_flat(lambda: flatten(state, launch.world, launch.group.ranks))
+
+            def checked() -> Flat:
+                # The other ranks prepare too, so a failure must be raised where they learn of it.
+                launch.raise_notices()
+                return flatten(state, launch.world, launch.group.ranks)
+
+            self.prepare_flat(checked)
+        else:
+            launch.raise_notices()
         plan = self.plan
         assert plan is not None
         begun = time.perf_counter()
@@ -196,7 +212,14 @@ class Saver:
                 samples = plan.copy(at, sources, launch.id, step)
             stall.copy = time.perf_counter() - begun
             begun = time.perf_counter()
-            launch.daemon.stage(step, at, fill, plan.writer, samples, launch.timeout)
+            try:
+                launch.daemon.stage(step, at, fill, plan.writer, samples, launch.timeout)
+            except UnavailableError as error:
+                # The segment's header says that the step is staged. A restarted daemon reads it. Among several ranks another
+                # one may have given the step up, which the daemon answers in the same way.
+                if launch.world > 1 or not launch.is_staged(step):
+                    raise
+                log.warning("step %d is staged, although the daemon did not answer: %s", step, error.message)
             stall.socket = time.perf_counter() - begun
         except BaseException as error:
             self._give_up(step, fill, error)

@@ -80,6 +80,13 @@ class SharedStager(StateDictStager):
         del self._files[self._next[0] + 1 :]
         return SharedCopy(staged, self._files)
 
+    def close(self) -> None:
+        """Forgets the files. Copies that are in use keep theirs."""
+        super().close()  # type: ignore[no-untyped-call]
+        # Before torch 2.11 these functions refer to the stager, which only a garbage collection would free.
+        self._deepcopy_dispatch.clear()
+        self._files = []
+
     def deepcopy_with_tensor_offload(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Copies an object and what it refers to. torch would lose the bits that make a view conjugated or negated."""
         if isinstance(x, torch.Tensor) and x.layout == torch.strided and (x.is_conj() or x.is_neg()):

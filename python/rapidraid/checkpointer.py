@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ._match import LoadChoices, Private, Stages, load_into
 from ._ranks import Group, raise_together, refusal_of
 from ._reader import Reader
 from ._save import Saver, Stall
+from ._signals import handlers_deferred
 from .errors import ExistsError, ForkedError, InvalidError, RapidraidError
 from .state import flatten
 
@@ -37,6 +39,17 @@ def _one_thread(call: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[C
     @functools.wraps(call)
     def wrapped(self: Checkpointer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with self._launch.lock:
+            return call(self, *args, **kwargs)
+
+    return wrapped
+
+
+def _uninterrupted(call: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
+    """Wraps a method as :func:`_one_thread` does. Signals that arrive meanwhile are handled after the call."""
+
+    @functools.wraps(call)
+    def wrapped(self: Checkpointer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._launch.lock, handlers_deferred():
             return call(self, *args, **kwargs)
 
     return wrapped
@@ -171,16 +184,15 @@ class Checkpointer:
         self.should_stop = True
         log.warning("signal %s: save once more, then end", signal.Signals(number).name)
 
-    @_one_thread
     def should_stop_together(self) -> bool:
         """Returns whether :attr:`should_stop` is set on any rank. All ranks must call it, and get the same answer.
 
         A signal reaches the ranks at different steps. A rank that left its loop alone would be missed by the collectives of
         the others.
         """
-        return any(self._launch.group.gather(self.should_stop))
+        return self._launch.group.is_any(self.should_stop, self._launch.id, self._launch.lock)
 
-    @_one_thread
+    @_uninterrupted
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Reserves memory for ``state`` and compares its layout between the ranks. All ranks must call it.
 
@@ -189,7 +201,7 @@ class Checkpointer:
         """
         self._saver.prepare_flat(lambda: flatten(state, self.world, self._launch.group.ranks))
 
-    @_one_thread
+    @_uninterrupted
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Copies ``state`` into shared memory. The daemon then saves it as ``step`` from there.
 
@@ -199,7 +211,7 @@ class Checkpointer:
         """
         return self._saver.save(step, state)
 
-    @_one_thread
+    @_uninterrupted
     def save_flat(self, step: int, flat_state: Callable[[], Flat], *, may_gather: bool = True, raise_earlier: bool = False) -> bool:
         """Saves the state that ``flat_state`` returns, for frameworks. Prepares anew if its layout has changed on any rank.
 
@@ -227,7 +239,7 @@ class Checkpointer:
                 return []
             step = self._launch.saved[-1]
         notes = self.wait_for(step, self.timeout if timeout is None else timeout)
-        with self._launch.lock:
+        with self._launch.lock, handlers_deferred():
             self._launch.raise_notices()
             return notes + self._launch.take_warnings(step)
 
@@ -339,12 +351,12 @@ class Checkpointer:
             return steps[-1].step if steps else None
         return max((step for step, labels in self.labels().items() if label in labels), default=None)
 
-    @_one_thread
+    @_uninterrupted
     def labels(self) -> dict[int, list[str]]:
         """Returns the labels of the committed steps that have any, oldest step first."""
         return dict(self._launch.daemon.labels(self.job, self.timeout))
 
-    @_one_thread
+    @_uninterrupted
     def label(self, step: int, name: str, *, remove: bool = False) -> None:
         """Gives a committed step a label, for example after an evaluation, or takes it away.
 
@@ -362,12 +374,12 @@ class Checkpointer:
         """
         self._launch.daemon.label(self.job, step, name, remove, self.timeout)
 
-    @_one_thread
+    @_uninterrupted
     def steps(self) -> list[Info]:
         """Returns the committed steps, oldest first."""
         return [Info(*info) for info in self._launch.daemon.steps(self.job, self.timeout)]
 
-    @_one_thread
+    @_uninterrupted
     def remove(self, step: int) -> None:
         """Removes a committed step."""
         self._launch.daemon.remove(self.job, step, self.timeout)
@@ -422,7 +434,9 @@ class Checkpointer:
         if self.is_closed or not self._launch.lock.acquire(timeout=LEAVE_S):
             return
         try:
-            self._end(self._launch.log_unsaved())
+            with handlers_deferred():
+                limit = self._launch.log_unsaved()
+            self._end(limit)
         finally:
             self._launch.lock.release()
 
@@ -432,6 +446,7 @@ class Checkpointer:
         self._launch.is_closed = True
         self._saver.drop_plan()
         self._restore_handlers()
+        self._launch.group.close()
         self._launch.end(limit)
 
     def _restore_handlers(self) -> None:
@@ -444,7 +459,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None or self.is_closed:
+        if kind is None or self.is_closed or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
         try:
@@ -462,14 +477,17 @@ class Checkpointer:
 _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
-#: How long a fork waits until no other thread uses a session, in seconds. The child could not
+#: How long a fork waits until no other thread uses any session, in seconds. The child could not
 #: release a session that another thread uses.
 FORK_S = 5.0
 _held_for_fork: list[Checkpointer] = []
 
 
 def _before_fork() -> None:
-    _held_for_fork[:] = [checkpointer for checkpointer in list(_checkpointers) if checkpointer._launch.lock.acquire(timeout=FORK_S)]
+    until = time.monotonic() + FORK_S
+    for checkpointer in list(_checkpointers):
+        if checkpointer._launch.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            _held_for_fork.append(checkpointer)
 
 
 def _after_fork_in_parent() -> None:
@@ -489,7 +507,11 @@ def _after_fork() -> None:
         # The thread that held the lock does not exist in this process.
         checkpointer._launch.lock = threading.RLock()
         checkpointer._saver.plan = None
-        checkpointer._launch.session.leave_to_parent()
+        try:
+            checkpointer._launch.session.leave_to_parent()
+        except RuntimeError as error:
+            # Another thread used the session during the fork. The child must release the others all the same.
+            log.warning("the forked process %d keeps memory of %s: %s", os.getpid(), checkpointer.job, error)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

@@ -165,6 +165,8 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
         #: The thread that copies, if there is one.
         self._copier: ThreadPoolExecutor | None = None
         self._stager: SharedStager | None = None
+        #: Closes the stager once, at the latest when the Writer is dropped.
+        self._close_stager: weakref.finalize[[], Writer] | None = None
         #: The last copy. It is alive as long as an upload uses it, in this process or in DCP's.
         self._copy: weakref.ref[SharedCopy] | None = None
 
@@ -223,16 +225,19 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
             self._forget_stager()
         if self._stager is None:
             self._stager = SharedStager()
+            # A Writer that is dropped without ``close`` must not leave its copy behind.
+            self._close_stager = weakref.finalize(self, self._stager.close)
+            self._close_stager.atexit = False
         copy = self._stager.copy(state_dict)
         self._copy = weakref.ref(copy)
         return copy
 
     def _forget_stager(self) -> None:
         """Releases the stager, whose memory stays as long as a copy uses it."""
-        if self._stager is not None:
+        if self._close_stager is not None:
             # It has references to itself, which a trainer without garbage collection would never free.
-            self._stager.close()  # type: ignore[no-untyped-call]
-        self._stager = None
+            self._close_stager()
+        self._stager = self._close_stager = None
 
     def synchronize_staging(self) -> None:
         """Does nothing: the copy is complete when :meth:`stage` returns it, or when its future is done."""
@@ -246,7 +251,7 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
             self._copier = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stager": None, "_copy": None, "_copier": None}
+        return {**super().__getstate__(), "_stager": None, "_close_stager": None, "_copy": None, "_copier": None}
 
 
 def _cached_plan(planner: SavePlanner) -> SavePlan:

@@ -53,7 +53,8 @@ pub fn from_python(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Option<V
     }
     if let Ok(dict) = object.cast_exact::<PyDict>() {
         let mut pairs = Vec::with_capacity(dict.len());
-        for (key, value) in dict.iter() {
+        // The iterator would panic if another thread changed the length of the dict in between.
+        for (key, value) in dict.copy()?.iter() {
             match (from_python(&key, depth + 1)?, from_python(&value, depth + 1)?) {
                 (Some(key), Some(value)) => pairs.push((key, value)),
                 _ => return Ok(None),

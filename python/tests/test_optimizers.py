@@ -9,6 +9,7 @@ from held import HeldStep
 
 from rapidraid import _optimizers, errors
 from rapidraid._leaves import show
+from rapidraid._plan import make_plan
 from rapidraid.state import flatten
 
 torch = pytest.importorskip("torch")
@@ -113,6 +114,22 @@ def test_an_optimizer_on_a_device_goes_on(settings: dict[str, Any]) -> None:
     step = HeldStep([{"optimizer": optimizer, **dict(zip(names, optimizer.param_groups[0]["params"], strict=True))}])
     step.load({"optimizer": again, **dict(zip(names, again.param_groups[0]["params"], strict=True))})
     assert all(torch.equal(one, other) for one, other in zip(advance(optimizer), advance(again), strict=True))
+
+
+def test_state_under_an_integer_key_is_loaded() -> None:
+    """Beside a text, and into an optimizer that has made a step."""
+
+    def stepped(value: float) -> Any:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        optimizer.state[parameter].update({5: torch.full((2,), value), "momentum_buffer": torch.full((2,), value)})
+        return optimizer, optimizer.state[parameter]
+
+    saved, _ = stepped(3.0)
+    assert make_plan(flatten({"optimizer": saved}, 1), 0, 1, lambda mine: [mine], False).segment_bytes
+    loaded, state = stepped(0.0)
+    HeldStep([{"optimizer": saved}]).load({"optimizer": loaded})
+    assert state[5].eq(3.0).all() and state["momentum_buffer"].eq(3.0).all()
 
 
 def test_settings_of_another_release() -> None:

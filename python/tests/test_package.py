@@ -7,13 +7,15 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import rapidraid
-from rapidraid import _native, _program, errors
+from rapidraid import _native, _program, _values, errors
 
 
 def test_the_extension_has_no_network_and_no_async_runtime() -> None:
@@ -82,6 +84,21 @@ def test_a_value_of_an_unknown_kind_is_refused() -> None:
     named = b"\x0d\x07unknown\x00"
     with pytest.raises(errors.InvalidError, match="unknown kind"):
         _native.decode_value(named)
+
+
+def test_a_dict_that_grows_while_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread adds a metric. The dict is stored as it was when its turn came."""
+    metrics: dict[str, Any] = {"loss": OrderedDict(), "rate": OrderedDict()}
+    describe = _values.describe
+
+    def describe_and_grow(value: Any) -> Any:
+        metrics[f"more {len(metrics)}"] = 1.0
+        return describe(value)
+
+    monkeypatch.setattr(_values, "describe", describe_and_grow)
+    content = _native.encode_value(metrics)
+    assert content is not None and len(metrics) == 4
+    assert _native.decode_value(content) == {"loss": OrderedDict(), "rate": OrderedDict()}
 
 
 def test_the_program_lists_what_a_step_holds(cluster: rapidraid.LocalCluster, job: str) -> None:

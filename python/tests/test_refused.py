@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import rapidraid
+from rapidraid import checkpointer as checkpointers
 from rapidraid import errors
-from rapidraid._program import program
+from rapidraid._program import find_config, program
 
 torch = pytest.importorskip("torch")
 
@@ -253,6 +254,32 @@ def test_a_forked_child_holds_nothing(cluster: rapidraid.LocalCluster, job: str)
     checkpointer.wait()
 
 
+def test_a_forked_child_unmaps_nothing_of_its_own(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """It has no mapping of the segments. What it maps at their addresses stays when it drops their buffers."""
+    code = (
+        "import ctypes, mmap, os, re, sys, torch, rapidraid\n"
+        "c = rapidraid.Checkpointer(sys.argv[1], config=sys.argv[2])\n"
+        "c.prepare({'a': torch.ones(4)})\n"
+        "kept = c._saver.plan\n"
+        "address = int(re.search('([0-9a-f]+)-.*/segments/', open('/proc/self/maps').read())[1], 16)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    map_at = ctypes.CDLL(None).mmap\n"
+        "    map_at.restype = ctypes.c_void_p\n"
+        "    map_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]\n"
+        "    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000\n"  # MAP_FIXED_NOREPLACE
+        "    assert map_at(address, 4096, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address\n"
+        "    ctypes.memset(address, 7, 4096)\n"
+        "    kept.release_segments()\n"
+        "    del kept, c\n"
+        "    os._exit(0 if ctypes.string_at(address, 1) == b'\\7' else 1)\n"
+        "print('ended with', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "c.leave()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, job, str(cluster.config)], capture_output=True, text=True, timeout=60)
+    assert "ended with 0" in done.stdout, (done.stdout, done.stderr)
+
+
 def test_a_rank_with_memory_for_one_segment_makes_do_with_it(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     """The staging folder has room for one segment and not for two. Each save waits for the one before, and none fails."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0:
@@ -392,6 +419,75 @@ def test_a_daemon_that_died_is_started_again(cluster: rapidraid.LocalCluster, jo
         checkpointer.close()
         kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("code", ["None", "0", "'preempted'"])
+def test_an_exit_with_success_waits_for_the_commit(cluster: rapidraid.LocalCluster, job: str, code: str) -> None:
+    """A loop that was asked to end leaves the block by ``sys.exit``. An exit with an error does not wait."""
+    script = (
+        "import sys, torch, rapidraid\n"
+        "with rapidraid.Checkpointer(sys.argv[1], config=sys.argv[2]) as c:\n"
+        "    wait = c.wait\n"
+        "    c.wait = lambda **limit: (print('waits', limit['timeout'] > 0), wait(**limit))\n"
+        "    c.save(1, {'a': torch.ones(2)})\n"
+        f"    sys.exit({code})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, job, str(cluster.config)], capture_output=True, text=True, timeout=60)
+    is_success = code != "'preempted'"
+    assert f"waits {is_success}" in done.stdout and (done.returncode == 0) == is_success, done.stderr
+
+
+def test_the_configuration_is_found_after_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that died is started again with it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rapidraid.toml").write_text("")
+    assert find_config(None) == find_config("rapidraid.toml") == tmp_path / "rapidraid.toml"
+
+
+def test_a_fork_releases_every_session_that_it_can(cluster: rapidraid.LocalCluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that another thread uses during the fork stays; the others are released all the same."""
+    made = [rapidraid.Checkpointer(f"{job}-{number}", config=cluster.config) for number in range(2)]
+    released: list[str] = []
+
+    class Session:
+        def __init__(self, job: str) -> None:
+            self.job = job
+
+        def leave_to_parent(self) -> None:
+            released.append(self.job)
+            raise RuntimeError("Already borrowed")
+
+    sessions = [checkpointer._launch.session for checkpointer in made]
+    monkeypatch.setattr(checkpointers, "_checkpointers", set(made))
+    for checkpointer in made:
+        checkpointer._launch.session = Session(checkpointer.job)  # type: ignore[assignment]
+    checkpointers._after_fork()
+    for checkpointer, session in zip(made, sessions, strict=True):
+        checkpointer._launch.session = session
+        checkpointer.leave()
+    assert sorted(released) == [f"{job}-0", f"{job}-1"]
+
+
+def test_a_step_whose_end_the_daemon_did_not_answer_is_staged(job: str) -> None:
+    """A daemon that dies after the segment was marked finds the step there. A second try would be refused."""
+    with rapidraid.local_cluster(6) as own, rapidraid.Checkpointer(job, config=own.config) as checkpointer:
+        session = checkpointer._launch.session
+
+        class DyingDaemon:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(session, name)
+
+            def stage(self, *arguments: Any) -> None:
+                session.stage(*arguments)
+                os.kill(own.daemon_pid(), signal.SIGKILL)
+                raise errors.UnavailableError("the daemon is gone", "try again")
+
+        checkpointer.prepare({"a": torch.zeros(2)})
+        checkpointer._launch.session = DyingDaemon()  # type: ignore[assignment]
+        assert checkpointer.save(1, {"a": torch.ones(2)})
+        checkpointer._launch.session = session
+        checkpointer.wait(1)
+        assert [info.step for info in checkpointer.steps()] == [1]
 
 
 def test_signals_are_given_back(cluster: rapidraid.LocalCluster, job: str) -> None:

@@ -140,6 +140,21 @@ def test_memory_lives_as_long_as_a_tensor_of_it() -> None:
         gc.enable()
 
 
+def test_a_writer_that_is_dropped_leaves_no_copy() -> None:
+    """Scripts make a Writer for each save, and some trainers switch the garbage collection off."""
+    adapter = pytest.importorskip("rapidraid.torch")
+    before = mapped()
+    gc.disable()
+    try:
+        for _ in range(3):
+            copy = adapter.Writer("job/1").stage({"weight": torch.ones(64)})
+            assert len(mapped()) > len(before) and copy["weight"].eq(1.0).all()
+            del copy
+            assert mapped() == before
+    finally:
+        gc.enable()
+
+
 def test_a_smaller_state_gives_memory_back() -> None:
     gc.collect()
     stager = copies.SharedStager()

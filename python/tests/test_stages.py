@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,19 +173,6 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting() -> None:
         assert all(parameter.eq(7.0).all() for parameter in states[3]["model"].value.parameters())
 
 
-def test_ranks_that_load_different_steps_judge_for_themselves() -> None:
-    """A name of another step does not excuse one of this step."""
-    step = HeldStep([named_stage(rank, 7.0) for rank in range(4)])
-    other = HeldStep([named_stage(rank, 7.0) for rank in range(4)])
-    other.number = 2
-    ranks = HeldRanks(2)
-
-    def load(rank: int) -> None:
-        (step if rank == 0 else other).load(named_stage(rank * 2, 0.0), rank, 2, stages=Stages(lambda mine: ranks.gather(rank, mine)))
-
-    assert all(isinstance(error, errors.InvalidError) for error in ranks.run(load))
-
-
 def test_stages_of_fsdp_come_back_on_other_numbers_of_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:
     """Parameters, moments and counts of steps of both stages are those that were saved."""
     found = []
@@ -226,6 +213,8 @@ class HeldGroup:
     def __init__(self, ranks: HeldRanks, rank: int) -> None:
         self.rank, self.world = rank, ranks.world
         self.gather = lambda mine: ranks.gather(rank, mine)
+        self.is_any = lambda mine, *_: any(ranks.gather(rank, mine))
+        self.close = lambda: None
 
 
 @pytest.fixture
@@ -236,12 +225,12 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("rapidraid._launch.connect", lambda *_: own.session)
     monkeypatch.setattr("rapidraid.checkpointer.Group", lambda *_: own.group)
 
-    def make(sessions: list[HeldSession]) -> tuple[HeldRanks, list[rapidraid.Checkpointer]]:
+    def make(sessions: list[HeldSession], settings: Sequence[dict[str, Any]] = ()) -> tuple[HeldRanks, list[rapidraid.Checkpointer]]:
         ranks = HeldRanks(len(sessions))
 
         def one(rank: int) -> rapidraid.Checkpointer:
             own.session, own.group = sessions[rank], HeldGroup(ranks, rank)
-            return rapidraid.Checkpointer("job")
+            return rapidraid.Checkpointer(**{"job": "job", **(settings[rank] if settings else {})})
 
         return ranks, ranks.run(one)
 
@@ -267,6 +256,47 @@ def test_each_load_makes_the_same_collectives(launch: Any, caplog: pytest.LogCap
     assert all(isinstance(error, errors.InvalidError) and "strict=False" in str(error) for error in found)
     ranks, made = launch([HeldSession(None, []) for _ in range(2)])
     assert ranks.run(lambda rank: made[rank].load(states[rank])) == [None] * 2 and ranks.collectives == 3
+
+
+def test_ranks_that_load_different_steps_are_refused(launch: Any) -> None:
+    """A commit can come between the calls of ``latest`` by two ranks."""
+    steps = [HeldStep([named_stage(rank, 7.0) for rank in range(2)]) for _ in range(2)]
+    steps[1].number = 2
+    ranks, made = launch([HeldSession(step, []) for step in steps])
+    states = [named_stage(rank, 0.0) for rank in range(2)]
+    for error in ranks.run(lambda rank: made[rank].load(states[rank], step=rank + 1)):
+        assert isinstance(error, errors.InvalidError) and "rank 0 loads step 1, rank 1 step 2" in str(error)
+
+
+def test_ranks_of_different_jobs_or_settings_are_refused(launch: Any) -> None:
+    """A job named by the time can differ by a second, and one rank alone would resume."""
+    _, made = launch([HeldSession(None, []) for _ in range(2)], [{"job": "a"}, {"job": "b"}])
+    for error in made:
+        assert isinstance(error, errors.InvalidError) and "rank 0 has job='a', rank 1 job='b'" in str(error)
+    for settings, message in [
+        ({"keep": 3}, "rank 0 has keep=3, rank 1 keep=None"),
+        ({"abandon_later": True}, "rank 0 has abandon_later=True, rank 1 abandon_later=False"),
+    ]:
+        ranks, made = launch([HeldSession(None, []) for _ in range(2)], [settings, {}])
+        for error in ranks.run(lambda rank, made=made: made[rank].prepare({})):
+            assert isinstance(error, errors.InvalidError) and message in str(error)
+
+
+def test_a_first_save_that_fails_on_one_rank_fails_on_all(launch: Any) -> None:
+    """The other ranks compare their layouts, and would wait for this one."""
+    ranks, made = launch([HeldSession(None, []) for _ in range(2)])
+    gone = errors.DeniedError("it is another staging folder", "start again")
+
+    def save(rank: int) -> bool:
+        def raise_notices() -> None:
+            if rank == 1:
+                raise gone
+
+        made[rank]._launch.raise_notices = raise_notices
+        return bool(made[rank].save(1, {"a": replicated(torch.ones(2))}))
+
+    found = ranks.run(save)
+    assert found[1] is gone and isinstance(found[0], errors.DeniedError) and str(found[0]).startswith("rank 1: "), found
 
 
 def test_a_load_by_names_of_dcp_raises_an_error_of_one_rank_on_all(launch: Any) -> None:

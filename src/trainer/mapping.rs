@@ -182,7 +182,10 @@ impl Writable {
         };
         std::thread::scope(|scope| {
             for _ in 1..threads.min(parts.len()) {
-                scope.spawn(work);
+                // If a thread cannot be started, the others do its work.
+                if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                    break;
+                }
             }
             work();
         });

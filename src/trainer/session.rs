@@ -167,6 +167,9 @@ impl Session {
         self.forget();
         for segment in self.made.drain(..).filter_map(|segment| segment.upgrade()) {
             segment.unlock();
+            // The child has no mapping of the segment and may have mapped something else at its
+            // address, which dropping the segment would unmap.
+            std::mem::forget(segment);
         }
     }
 

@@ -87,6 +87,7 @@ fn a_second_signal_ends_the_command_at_once() {
     signal(&saving, Signal::INT);
     saving.ended(LIMIT).fails(130, &["interrupted by SIGINT", "a second SIGINT"]);
     cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::CONT));
+    cluster.until("all nodes are live", |nodes| nodes.iter().all(|node| node["live"] == true));
     // The save ends with its lease.
     cluster.run("save gpt/1 in --wait").ok();
 }

@@ -19,7 +19,7 @@ use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
 use crate::code::SurvivableLossCache;
 use crate::format::records::Checkpoint;
-use crate::id::{Job, NodeId, PeerName, SaveId, Step};
+use crate::id::{NodeId, PeerName, SaveId, StepRef};
 use crate::kind::ErrorKind;
 use crate::node::catalogue_server::maintenance::list_maintenance;
 use crate::node::catalogue_server::repair_survey::{
@@ -93,6 +93,8 @@ struct Rounds {
     round_failures: FailureLog,
     /// The surveys that could not survey every step.
     survey_failures: FailureLog,
+    /// The first step that the survey could not survey, and the reason.
+    not_surveyed: Option<(String, String)>,
 }
 
 /// A repair that runs.
@@ -121,18 +123,18 @@ impl Rounds {
     }
 
     /// Logs why a step could not be surveyed, the first one of a survey.
-    fn log_unknown(
-        &mut self,
-        not_surveyed: Option<(Job, Step, String)>,
-        unknown: u64,
-        now: Duration,
-    ) {
-        let Some((job, step, why)) = not_surveyed else {
+    fn log_unknown(&mut self, unknown: u64, now: Duration) {
+        let Some((step, why)) = self.not_surveyed.take() else {
             self.survey_failures.record_success();
             return;
         };
         if self.survey_failures.record_failure(now).is_some() {
-            tracing::warn!(%job, %step, why, unknown, "a step could not be surveyed, and is not repaired until it can be; `unknown` steps are in this state");
+            tracing::warn!(
+                step,
+                why,
+                unknown,
+                "a step could not be surveyed, and is not repaired until it can be; `unknown` steps are in this state"
+            );
         }
     }
 
@@ -212,7 +214,8 @@ impl AutomaticRepair {
             }
             return Ok(());
         }
-        let surveyed = self.survey_step(next.save, &directory, rounds).await?;
+        let surveyed =
+            self.survey_step(next.job.at(next.step), next.save, &directory, rounds).await?;
         let SurveyOutcome::Known(StepSurvey { health, stripes, with_surplus }) = surveyed else {
             self.put_off(next.save);
             return Ok(());
@@ -289,11 +292,13 @@ impl AutomaticRepair {
     ) -> Result<(), CatalogueError> {
         let begun_at = self.context.clock.now();
         rounds.surveyed_version = rounds.nodes.version();
+        rounds.not_surveyed = None;
         self.lock_ledger().wants_survey = false;
         let surveyed = self.survey_steps(rounds, directory).await;
         let ended_at = self.context.clock.now();
         rounds.last_survey = Some(LastSurvey { ended_at, took: ended_at - begun_at });
         let (to_repair, result) = surveyed?;
+        rounds.log_unknown(result.unknown, ended_at);
         self.record_survey(&to_repair, result, ended_at);
         rounds.to_repair = to_repair;
         Ok(())
@@ -301,12 +306,16 @@ impl AutomaticRepair {
 
     async fn survey_step(
         &self,
+        step: StepRef<'_>,
         save: SaveId,
         directory: &Directory,
         rounds: &mut Rounds,
     ) -> Result<SurveyOutcome, CatalogueError> {
         let surveyed = survey_save(&self.context, save, directory, &mut rounds.losses).await;
         rounds.nodes.note_run(self.context.clock.now());
+        if let Ok(SurveyOutcome::Unknown(why)) = &surveyed {
+            rounds.not_surveyed.get_or_insert_with(|| (step.to_string(), why.clone()));
+        }
         surveyed
     }
 
@@ -320,7 +329,7 @@ impl AutomaticRepair {
         let known: HashMap<SaveId, StepToRepair> =
             rounds.to_repair.iter().map(|known| (known.save, known.clone())).collect();
         let (mut to_repair, mut result) = (Vec::new(), SurveyResult::default());
-        let (mut survives, mut not_surveyed) = (Some(u32::MAX), None);
+        let mut survives = Some(u32::MAX);
         let catalogue = self.context.catalogue();
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
@@ -336,13 +345,11 @@ impl AutomaticRepair {
             else {
                 continue;
             };
-            let surveyed = self.survey_step(saved.save, &directory, rounds).await?;
+            let step_ref = job.at(step);
+            let surveyed = self.survey_step(step_ref, saved.save, &directory, rounds).await?;
             let health = match surveyed {
                 SurveyOutcome::Gone => continue,
                 SurveyOutcome::Changing | SurveyOutcome::Unknown(_) => {
-                    if let SurveyOutcome::Unknown(why) = surveyed {
-                        not_surveyed = not_surveyed.or(Some((job, step, why)));
-                    }
                     (result.steps, result.unknown) = (result.steps + 1, result.unknown + 1);
                     let before = known.get(&saved.save).cloned();
                     to_repair.extend(before.map(|step| StepToRepair { is_unknown: true, ..step }));
@@ -370,7 +377,6 @@ impl AutomaticRepair {
             }
         }
         keep_worst(&mut to_repair);
-        rounds.log_unknown(not_surveyed, result.unknown, self.context.clock.now());
         result.survives = survives.filter(|_| result.steps > result.unknown);
         let degraded = |step: &&StepToRepair| !step.is_unknown && step.health.is_degraded();
         let worst = to_repair.iter().filter(degraded).take(MAX_WORST);

@@ -83,7 +83,7 @@ class SharedStager(StateDictStager):
     def close(self) -> None:
         """Forgets the files. Copies that are in use keep theirs."""
         super().close()  # type: ignore[no-untyped-call]
-        # Before torch 2.11 these functions refer to the stager, which only a garbage collection would free.
+        # Not every release of torch clears these functions. They refer to the stager, so only a garbage collection would free it.
         self._deepcopy_dispatch.clear()
         self._files = []
 
